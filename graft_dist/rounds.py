@@ -1,7 +1,8 @@
 """What decoding leaves behind: one record per round, one per sequence.
 
-Records hold ids, counts and small numpy arrays, never model tensors, so that they can cross a process boundary. Dimension
-letters: N tree rows (nodes and the root), D draft depth, K candidates per depth, A accepted nodes, P recorded parents.
+Records hold ids, counts and small numpy arrays, never model tensors, so that they can cross a process boundary.
+
+Letters: N tree rows (nodes and the root), D draft depth, K candidates per depth, A accepted nodes, P recorded parents.
 """
 
 from __future__ import annotations
