@@ -1,0 +1,195 @@
+"""Questions to a trajectory store: an in-memory DuckDB with the views `sequences` and `rounds`, and named queries.
+
+The reading rules:
+
+* A connection sees one snapshot of the store, taken when it is made, whatever is committed or compacted meanwhile.
+* `rounds` shows only rounds whose (unit_id, attempt) has sequences, so a reader sees whole units only.
+* Columns are those of `schema`, typed also when the store is empty; where a file is older than a column it is NULL.
+  Columns that only newer code knows are shown as they are.
+* The partition columns `target` (slug) and `date` are part of both views.
+
+Read through `connect` and not with a glob: after a compaction a glob counts rows twice until the next vacuum.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+from importlib import resources
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from graft_dist.errors import StoreError
+from storage.schema import PARTITION_FIELDS, TABLES
+from storage.trajectories import Snapshot, TrajectoryStore
+
+FORMATS = ("table", "csv", "json")
+
+
+def connect(
+    root: str | os.PathLike[str],
+    *,
+    memory_limit: str | None = None,
+    threads: int | None = None,
+    snapshot: Snapshot | None = None,
+) -> duckdb.DuckDBPyConnection:
+    """A DuckDB connection with the views `sequences` and `rounds` over one snapshot of the store.
+
+    Args:
+        root: the store; need not exist yet, the views are empty then.
+        memory_limit: such as "2GB"; DuckDB's default is 80 % of the machine's memory, for this process alone.
+        threads: DuckDB's default is all cores.
+        snapshot: an earlier `TrajectoryStore(root).snapshot()` to read instead of the newest.
+
+    Raises:
+        StoreError: for a store that cannot be opened.
+    """
+    taken = snapshot or TrajectoryStore(root).snapshot()
+    # Extensions would be downloaded; nothing here needs one, and without a network the attempt only costs seconds.
+    settings: dict[str, Any] = {"autoinstall_known_extensions": False, "autoload_known_extensions": False}
+    if memory_limit is not None:
+        settings["memory_limit"] = memory_limit
+    if threads is not None:
+        settings["threads"] = threads
+    connection = duckdb.connect(":memory:", config=settings)
+    connection.execute(f"CREATE VIEW sequences AS {_select('sequences', taken.sequences_files)}")
+    connection.execute(f"CREATE VIEW rounds_of_all_attempts AS {_select('rounds', taken.rounds_files)}")
+    connection.execute(
+        "CREATE VIEW rounds AS SELECT * FROM rounds_of_all_attempts SEMI JOIN sequences USING (unit_id, attempt)"
+    )
+    return connection
+
+
+def query_names() -> list[str]:
+    """The named queries that `run_query` knows, sorted."""
+    folder = resources.files("storage") / "queries"
+    return sorted(file.name.removesuffix(".sql") for file in folder.iterdir() if file.name.endswith(".sql"))
+
+
+def run_query(
+    root: str | os.PathLike[str],
+    sql_or_name: str,
+    *,
+    memory_limit: str | None = None,
+    threads: int | None = None,
+) -> pa.Table:
+    """The answer to an SQL text, or to the named query of that name, over the store's newest snapshot.
+
+    Raises:
+        StoreError: if there is no store at `root`, or DuckDB refuses the query; one sentence.
+    """
+    store = TrajectoryStore(root)
+    if not store.exists:
+        raise StoreError(
+            f"there is no trajectory store at {store.path}: a collect job makes one there with its first commit."
+        )
+    sql = _sql_of(sql_or_name)
+    with connect(root, memory_limit=memory_limit, threads=threads) as connection:
+        try:
+            answer = connection.sql(sql)
+            return pa.table({}) if answer is None else answer.to_arrow_table()
+        except duckdb.Error as error:
+            reason = str(error).strip().splitlines()[0]
+            raise StoreError(
+                f"the query failed: {reason} (views: sequences, rounds; named queries: {', '.join(query_names())})."
+            ) from error
+
+
+def query(root: str | os.PathLike[str], sql: str, format: str = "table") -> str:
+    """What `graft query` prints: the answer of `run_query`, formatted.
+
+    Args:
+        sql: an SQL text or the name of a named query.
+        format: "table" (aligned, for people: floats shortened, long cells cut), "csv" (lists as JSON) or "json" (a list of
+            objects). Only "table" shortens anything.
+
+    Raises:
+        StoreError: as `run_query`, and for another format.
+    """
+    if format not in FORMATS:
+        raise StoreError(f"format {format!r} is not one of {', '.join(FORMATS)}.")
+    answer = run_query(root, sql)
+    if format == "json":
+        return json.dumps(_plain(answer.to_pylist()), ensure_ascii=False, indent=2, default=str)
+    return _as_csv(answer) if format == "csv" else _as_table(answer)
+
+
+def _sql_of(sql_or_name: str) -> str:
+    name = sql_or_name.strip()
+    if name in query_names():
+        return (resources.files("storage") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
+    return sql_or_name
+
+
+def _select(table: str, files: tuple[str, ...]) -> str:
+    columns = [*TABLES[table], *PARTITION_FIELDS]
+    typed = ", ".join(f"NULL::{_duckdb_type(column.type)} AS {column.name}" for column in columns)
+    empty = f"SELECT {typed} WHERE false"
+    if not files:
+        return empty
+    listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
+    # By name on both levels: a file may lack columns of this code, and have columns that this code does not know.
+    return (
+        f"{empty} UNION ALL BY NAME SELECT * FROM read_parquet([{listed}], union_by_name=true, "
+        "hive_partitioning=true, hive_types={'target': VARCHAR, 'date': DATE})"
+    )
+
+
+_DUCKDB_TYPES = {
+    pa.string(): "VARCHAR",
+    pa.bool_(): "BOOLEAN",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.date32(): "DATE",
+    pa.timestamp("us", tz="UTC"): "TIMESTAMPTZ",
+}
+
+
+def _duckdb_type(kind: pa.DataType) -> str:
+    return f"{_duckdb_type(kind.value_type)}[]" if pa.types.is_list(kind) else _DUCKDB_TYPES[kind]
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can hold it: JSON has neither NaN nor infinities."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_csv(answer: pa.Table) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(answer.column_names)
+    for row in zip(*(column.to_pylist() for column in answer.columns), strict=True):
+        cells = (json.dumps(_plain(cell), default=str) if isinstance(cell, list | dict) else cell for cell in row)
+        writer.writerow(cells)
+    return text.getvalue().rstrip("\n")
+
+
+def _as_table(answer: pa.Table, max_width: int = 60) -> str:
+    columns = []
+    for name, column in zip(answer.column_names, answer.columns, strict=True):
+        cells = [_cell(value, max_width) for value in column.to_pylist()]
+        width = max(len(cell) for cell in [name, *cells])
+        is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+        pad = str.rjust if is_number else str.ljust
+        columns.append([pad(name, width), "-" * width, *(pad(cell, width) for cell in cells)])
+    return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
+
+
+def _cell(value: Any, max_width: int) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    text = str(value).replace("\n", " ")
+    return text if len(text) <= max_width else text[: max_width - 1] + "…"

@@ -1,0 +1,566 @@
+"""The trajectory store: whole units of decoded prompts go in, consistent snapshots come out.
+
+    <root>/sequences/   Delta table: _delta_log/ and target=<slug>/date=<day>/unit-<id>-<attempt>.parquet
+    <root>/rounds/      the same for the rounds
+    <root>/_tmp/        files being written; never read, never named *.parquet
+
+A *unit* (some tens of prompts) is one sequences file and one rounds file of one *attempt*. Who does what:
+
+* Anyone, such as an actor: `write_unit` writes both files aside, flushes them to disk, checksums and renames them. Nothing
+  is visible yet: a file counts only if the log names it.
+* The driver alone: `begin` once, then `commit` finished units in batches, with `seq` growing by at least one each time.
+
+A commit writes two logs, always rounds first, then sequences. So the sequences' log decides: a unit counts when its sequences
+are there, its rounds are there then, and rounds whose (unit_id, attempt) has no sequences are invisible to readers (see
+`query.connect`). Readers load the two logs in the opposite order for the same reason. A crash anywhere leaves whole units.
+
+Once only: the first committed attempt of a unit wins, later ones are skipped. Two fences see to it, both application
+transactions of the log: (run_id, seq) stops a second driver of the same run (`StoreFencedError`), and a counter that every
+commit raises makes commits of *different* runs take turns, each looking again at what is already there.
+
+Works on local and network file systems; object stores are refused for now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+from deltalake import CommitProperties, DeltaTable, Transaction, WriterProperties
+from deltalake import Schema as DeltaSchema
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction
+
+from graft_dist.errors import StoreError
+from storage import schema as tables
+from storage.schema import PARTITION_COLUMNS, PARTITION_FIELDS, SCHEMA_VERSION, Provenance, UnitKey
+
+if TYPE_CHECKING:
+    from graft_dist.rounds import RoundRecord, SequenceRecord
+
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_TURN = "graft-dist/turn"  # application id of the counter that makes commits of different runs take turns
+_MAX_COMMIT_TRIES = 20
+_TABLE_PROPERTIES = {
+    "delta.checkpointInterval": "50",  # a log without checkpoints is read commit by commit
+    "delta.logRetentionDuration": "interval 365 days",  # a table version names a data set: keep it readable
+    "graft.schemaVersion": str(SCHEMA_VERSION),
+}
+
+
+class StoreFencedError(StoreError):
+    """Another driver of the same run has committed past this one, which must stop without committing anything more."""
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A complete file of one unit, written but not necessarily committed. Small; made to cross process boundaries."""
+
+    table: str  # "sequences" or "rounds"
+    path: str  # relative to the table's folder
+    size: int  # bytes
+    rows: int
+    sha256: str
+    unit_id: str
+    attempt: str
+    target: str  # slug
+    date: str  # yyyy-mm-dd
+
+
+@dataclass(frozen=True)
+class CommitResult:
+    """What one commit did; both in the order of the files given."""
+
+    committed: tuple[str, ...]  # unit ids that count from now on
+    skipped: tuple[str, ...]  # unit ids that an earlier attempt had already filled
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of both tables at one moment. The versions name the data set for good; -1 is a table not there yet."""
+
+    root: str
+    sequences_version: int
+    rounds_version: int
+    sequences_files: tuple[str, ...]  # absolute paths
+    rounds_files: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The identity of this data set within its store, such as "sequences@12+rounds@12"."""
+        return f"sequences@{self.sequences_version}+rounds@{self.rounds_version}"
+
+
+@dataclass(frozen=True)
+class Compaction:
+    """What `compact` did, over both tables."""
+
+    num_files_before: int
+    num_files_after: int
+    num_purged_attempts: int  # attempts whose rounds were dropped because their sequences never came
+
+
+def new_attempt() -> str:
+    """A name for one try of one unit, unique over all runs: 12 hexadecimal digits."""
+    return uuid.uuid4().hex[:12]
+
+
+def local_root(root: str | os.PathLike[str]) -> Path:
+    """The absolute folder of a store given as a path or a file:// URI.
+
+    Raises:
+        StoreError: for any other scheme, or a path that DuckDB would read as a pattern.
+    """
+    text = os.fspath(root)
+    scheme = urlsplit(text).scheme if "://" in text else ""
+    if scheme not in ("", "file"):
+        raise StoreError(f"the store {text!r} uses {scheme}://, but only local paths and file:// are supported.")
+    path = Path(url2pathname(urlsplit(text).path) if scheme else text).expanduser().absolute()
+    if re.search(r"[*?\[\]]", str(path)):
+        raise StoreError(
+            f"the store path {str(path)!r} contains one of * ? [ ], which readers would take for a pattern."
+        )
+    return path
+
+
+class TrajectoryStore:
+    """A store at `root` (a local path or file:// URI). Making one touches nothing; `begin` creates it."""
+
+    def __init__(self, root: str | os.PathLike[str], schemas: Mapping[str, pa.Schema] = tables.TABLES) -> None:
+        self.path = local_root(root)
+        self._schemas = dict(schemas)
+        self._units: tuple[int, frozenset[str]] = (-1, frozenset())  # version of `sequences`, its unit ids
+
+    # ------------------------------------------------------------------ writing
+
+    def write_unit(
+        self,
+        key: UnitKey,
+        provenance: Provenance,
+        sequences: Sequence[SequenceRecord],
+        rounds: Sequence[RoundRecord],
+        written_at: datetime | None = None,
+    ) -> list[FileInfo]:
+        """Write one attempt of a unit; nothing is visible until the driver commits the result.
+
+        Args:
+            key: `attempt` must never have been used before (`new_attempt()`).
+            sequences: every prompt of the unit once, failed ones included.
+            rounds: all recorded rounds of these sequences; may be empty.
+            written_at: with time zone; now by default. Its UTC day is the partition.
+
+        Returns:
+            The rounds file and the sequences file, complete on disk under their final names.
+
+        Raises:
+            ValueError: for a unit that is not whole: no sequence, a sequence twice, a foreign round, a missing round.
+        """
+        _check_unit(key, provenance, sequences, rounds)
+        written_at = (written_at or datetime.now(UTC)).astimezone(UTC)
+        day = written_at.date().isoformat()
+        bodies = {
+            "rounds": tables.rounds_table(key, rounds),
+            "sequences": tables.sequences_table(key, provenance, sequences, written_at),
+        }
+        return [self._write_file(name, body, key, provenance.target, day) for name, body in bodies.items()]
+
+    def _write_file(self, table: str, body: pa.Table, key: UnitKey, target: str, day: str) -> FileInfo:
+        name = f"unit-{key.unit_id}-{key.attempt}"
+        relative = f"target={target}/date={day}/{name}.parquet"
+        aside, final = self.path / "_tmp" / f"{table}-{name}", self.path / table / relative
+        if final.exists():
+            raise ValueError(
+                f"attempt {key.attempt!r} of unit {key.unit_id!r} was written before: use a new attempt name"
+            )
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        about = {"schema_version": str(SCHEMA_VERSION), "unit_id": key.unit_id, "attempt": key.attempt}
+        body = body.replace_schema_metadata({f"graft.{name}": value for name, value in about.items()})
+        try:
+            with aside.open("wb") as file:
+                pq.write_table(body, file, compression="zstd", write_page_index=True)
+                file.flush()
+                os.fsync(file.fileno())
+            info = FileInfo(
+                table=table,
+                path=relative,
+                size=aside.stat().st_size,
+                rows=body.num_rows,
+                sha256=_sha256(aside),
+                unit_id=key.unit_id,
+                attempt=key.attempt,
+                target=target,
+                date=day,
+            )
+            aside.rename(final)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        _fsync_folder(final.parent)
+        return info
+
+    # --------------------------------------------------------------- committing
+
+    def begin(self, run_id: str, target: str, dataset: Mapping[str, str]) -> int:
+        """Prepare the store for a run's commits: create or upgrade its tables, and check that the run belongs here.
+
+        Args:
+            run_id: the same for every driver of the same run, so that a second one is fenced off; a name of letters,
+                digits, '.', '_' and '-'.
+            target: slug of the target.
+            dataset: what must be equal for everything ever stored under this target, such as
+                {"target_fingerprint": ..., "tokenizer_sha256": ...}. The first run under a target registers it.
+
+        Returns:
+            The first `seq` that this driver may commit with.
+
+        Raises:
+            StoreError: if the target's data has another identity, or the store was written by a newer version.
+        """
+        _check_name("run id", run_id)
+        _check_name("target", target)
+        for table in self._schemas:
+            self._create_or_upgrade(table)
+        self._register(target, dict(dataset))
+        return 1 + max(self._log(table).transaction_version(run_id) or 0 for table in self._schemas)
+
+    def commit(self, files: Iterable[FileInfo], run_id: str, seq: int) -> CommitResult:
+        """Make units visible, all of these or none; units that are there already are skipped. Driver only.
+
+        Args:
+            files: the complete results of `write_unit` for any number of units.
+            run_id: as given to `begin`.
+            seq: larger than every one this run has committed with.
+
+        Raises:
+            StoreFencedError: if another driver of this run has committed with this `seq` or a later one.
+            StoreError: if a file is missing, differs from its description, or does not fit the table; nothing is
+                committed then.
+        """
+        units = _whole_units(files)
+        wanted = {
+            unit_id: unit for unit_id, unit in units.items() if unit_id not in self._units_in(self._log("sequences"))
+        }
+        self._check_files(wanted.values())
+        if wanted:
+            self._append("rounds", lambda _: [unit["rounds"] for unit in wanted.values()], run_id, seq)
+        fresh = self._append("sequences", lambda log: self._not_in(log, wanted), run_id, seq) if wanted else []
+        committed = {file.unit_id for file in fresh}
+        return CommitResult(
+            committed=tuple(unit_id for unit_id in units if unit_id in committed),
+            skipped=tuple(unit_id for unit_id in units if unit_id not in committed),
+        )
+
+    def committed_units(self) -> set[str]:
+        """The ids of all units that count, over all targets and runs; empty when there is no store yet."""
+        with contextlib.suppress(TableNotFoundError):
+            return set(self._units_in(DeltaTable(self.path / "sequences")))
+        return set()
+
+    def _not_in(self, log: DeltaTable, units: Mapping[str, Mapping[str, FileInfo]]) -> list[FileInfo]:
+        known = self._units_in(log)
+        return [unit["sequences"] for unit_id, unit in units.items() if unit_id not in known]
+
+    def _append(
+        self, table: str, choose: Callable[[DeltaTable], list[FileInfo]], run_id: str, seq: int
+    ) -> list[FileInfo]:
+        """Add files to one log, fenced; whatever another commit changes meanwhile is looked at again."""
+        for _ in range(_MAX_COMMIT_TRIES):
+            log = self._log(table)
+            # The log refuses a transaction that races with ours, but takes an old version from a fresh snapshot.
+            if (log.transaction_version(run_id) or 0) >= seq:
+                raise StoreFencedError(
+                    f"another driver of run {run_id!r} has already committed batch {seq} to {self.path}: this one must stop."
+                )
+            files = choose(log)
+            if not files:
+                return []
+            turn = (log.transaction_version(_TURN) or 0) + 1
+            try:
+                log.create_write_transaction(
+                    [_add_action(file) for file in files],
+                    "append",
+                    log.schema(),
+                    partition_by=list(PARTITION_COLUMNS),
+                    commit_properties=_commit_properties(files, run_id, seq, turn),
+                )
+            except CommitFailedError:
+                continue
+            return files
+        raise StoreError(
+            f"{self.path / table} could not be committed to: others committed first {_MAX_COMMIT_TRIES} times."
+        )
+
+    def _check_files(self, units: Iterable[Mapping[str, FileInfo]]) -> None:
+        registered = {table: _arrow_schema(self._log(table)) for table in self._schemas}
+        for unit in units:
+            for file in unit.values():
+                path = self.path / file.table / file.path
+                if not path.is_file():
+                    raise StoreError(
+                        f"{path} is gone: unit {file.unit_id!r} cannot be committed and must be decoded again."
+                    )
+                if path.stat().st_size != file.size or _sha256(path) != file.sha256:
+                    raise StoreError(f"{path} is not the file that was written ({file.size} bytes): not committed.")
+                footer = pq.read_metadata(path)
+                if footer.num_rows != file.rows:
+                    raise StoreError(
+                        f"{path} has {footer.num_rows} rows, its description says {file.rows}: not committed."
+                    )
+                tables.check_file_schema(footer.schema.to_arrow_schema(), registered[file.table], str(path))
+
+    def _units_in(self, log: DeltaTable) -> frozenset[str]:
+        """The unit ids of one version of `sequences`; kept, because a driver asks at every commit."""
+        if self._units[0] != log.version():
+            self._units = (log.version(), frozenset(_distinct(log.file_uris(), "unit_id")))
+        return self._units[1]
+
+    def _create_or_upgrade(self, table: str) -> None:
+        full = pa.schema([*self._schemas[table], *PARTITION_FIELDS])
+        if not DeltaTable.is_deltatable(str(self.path / table)):
+            with contextlib.suppress(DeltaError):  # another driver was faster: what it made is checked below
+                DeltaTable.create(
+                    self.path / table,
+                    schema=full,
+                    mode="ignore",
+                    partition_by=list(PARTITION_COLUMNS),
+                    configuration=_TABLE_PROPERTIES,
+                    raise_if_key_not_exists=False,
+                )
+        log = self._log(table)
+        version = int(log.metadata().configuration.get("graft.schemaVersion", "0"))
+        if version > SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.path} was written with schema version {version}, this code knows {SCHEMA_VERSION}: update graft-dist."
+            )
+        known = set(_arrow_schema(log).names)
+        missing = pa.schema([column for column in full if column.name not in known])
+        if missing:
+            log.alter.add_columns(DeltaSchema.from_arrow(missing).fields)
+            log = self._log(table)
+        if version < SCHEMA_VERSION:
+            log.alter.set_table_properties({"graft.schemaVersion": str(SCHEMA_VERSION)}, raise_if_not_exists=False)
+
+    def _register(self, target: str, dataset: dict[str, str]) -> None:
+        key = f"graft.dataset.{target}"
+        for _ in range(_MAX_COMMIT_TRIES):
+            log = self._log("sequences")
+            found = json.loads(log.metadata().configuration.get(key) or "null")
+            if found is not None:
+                break
+            try:
+                log.alter.set_table_properties({key: json.dumps(dataset, sort_keys=True)}, raise_if_not_exists=False)
+            except CommitFailedError:
+                continue
+            return
+        else:
+            raise StoreError(f"{self.path} could not register target {target!r}: others committed first.")
+        for name in sorted(found.keys() | dataset.keys()):
+            if found.get(name) != dataset.get(name):
+                raise StoreError(
+                    f"{self.path} holds data of target {target!r} with {name} {found.get(name)}, this run has "
+                    f"{dataset.get(name)}: use another store, they must not be mixed."
+                )
+
+    def _log(self, table: str) -> DeltaTable:
+        try:
+            return DeltaTable(self.path / table)
+        except TableNotFoundError as error:
+            raise StoreError(f"there is no trajectory store at {self.path}: it has no table {table!r}.") from error
+
+    # ------------------------------------------------------------------ reading
+
+    @property
+    def exists(self) -> bool:
+        """True once `begin` has made both tables."""
+        return all(DeltaTable.is_deltatable(str(self.path / table)) for table in self._schemas)
+
+    def snapshot(self, sequences_version: int | None = None, rounds_version: int | None = None) -> Snapshot:
+        """The files that count now, or at the given versions of an earlier snapshot; empty when there is no store.
+
+        Raises:
+            StoreError: for a version that the log does not have.
+        """
+        # Sequences first: every sequence of this version has its rounds in any version of `rounds` read later.
+        versions, files = {}, {}
+        for table, version in (("sequences", sequences_version), ("rounds", rounds_version)):
+            versions[table], files[table] = self._files_at(table, version)
+        return Snapshot(str(self.path), versions["sequences"], versions["rounds"], files["sequences"], files["rounds"])
+
+    def _files_at(self, table: str, version: int | None) -> tuple[int, tuple[str, ...]]:
+        if version == -1:
+            return -1, ()
+        try:
+            log = DeltaTable(self.path / table, version=version)
+        except TableNotFoundError:
+            if version is None:
+                return -1, ()
+            raise StoreError(f"there is no trajectory store at {self.path}: it has no table {table!r}.") from None
+        except DeltaError as error:
+            raise StoreError(f"{self.path / table} has no version {version}: {error}") from error
+        return log.version(), tuple(sorted(log.file_uris()))
+
+    # --------------------------------------------------------------- upkeep
+
+    def compact(self, orphan_age_hours: float = 24.0) -> Compaction:
+        """Merge small files, and drop rounds whose sequences never came. Safe while others read and commit.
+
+        The replaced files stay on disk for readers that still use them, until `vacuum`.
+
+        Args:
+            orphan_age_hours: only rounds files at least this old are searched for rounds without sequences; must be longer
+                than any driver takes between its two commits.
+        """
+        before = after = 0
+        purged = self._purge_orphans(orphan_age_hours)
+        for table in self._schemas:
+            log = self._log(table)
+            before += len(log.file_uris())
+            log.optimize.compact(
+                target_size=256 << 20,
+                writer_properties=WriterProperties(compression="ZSTD", compression_level=3, max_row_group_size=122_880),
+            )
+            after += len(self._log(table).file_uris())
+        return Compaction(before, after, purged)
+
+    def _purge_orphans(self, age_hours: float) -> int:
+        rounds = self._log("rounds")
+        newest = time.time() - 3600 * age_hours
+        old = [path for path in rounds.file_uris() if os.stat(path).st_mtime <= newest]
+        orphans = _distinct(old, "attempt") - _distinct(self._log("sequences").file_uris(), "attempt")
+        if orphans:
+            rounds.delete("attempt IN ({})".format(", ".join(f"'{attempt}'" for attempt in sorted(orphans))))
+        return len(orphans)
+
+    def vacuum(self, retention_hours: int = 24) -> list[str]:
+        """Delete files that no current snapshot names: orphans of killed attempts, compacted files, files written aside.
+
+        Args:
+            retention_hours: files younger than this stay. Must be longer than a unit's decoding, its wait for a commit,
+                and the longest query; 0 is only for a store that nobody else has open.
+
+        Returns:
+            The deleted files, relative to the root.
+        """
+        deleted = []
+        for table in self._schemas:
+            gone = self._log(table).vacuum(
+                retention_hours=retention_hours, dry_run=False, enforce_retention_duration=False, full=True
+            )
+            deleted += [f"{table}/{path}" for path in gone]
+        oldest = time.time() - 3600 * retention_hours
+        for path in sorted((self.path / "_tmp").glob("*")):
+            with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
+                if path.stat().st_mtime <= oldest:
+                    path.unlink()
+                    deleted.append(f"_tmp/{path.name}")
+        return deleted
+
+    def export(self, dest: str | os.PathLike[str]) -> Path:
+        """Write what counts now as plain Parquet files under `dest`: see `export.export_tree`."""
+        from storage.export import export_tree  # it reads through `query`, which reads through this module
+
+        return export_tree(self.path, dest)
+
+
+def _check_name(what: str, name: str) -> None:
+    if not _SAFE_NAME.fullmatch(name):
+        raise ValueError(f"{what} {name!r} must consist of letters, digits, '.', '_' and '-'")
+
+
+def _check_unit(
+    key: UnitKey, provenance: Provenance, sequences: Sequence[SequenceRecord], rounds: Sequence[RoundRecord]
+) -> None:
+    for what, name in (("unit id", key.unit_id), ("attempt", key.attempt), ("target", provenance.target)):
+        _check_name(what, name)
+    expected = {record.sequence_id: record for record in sequences}
+    if not sequences or len(expected) != len(sequences):
+        raise ValueError(f"unit {key.unit_id!r} has {len(sequences)} sequences with {len(expected)} different ids")
+    decoded: dict[str, list[int]] = {}
+    for record in rounds:
+        if record.sequence_id not in expected:
+            raise ValueError(
+                f"unit {key.unit_id!r} has a round of {record.sequence_id!r}, which is not one of its sequences"
+            )
+        if record.kind == "decoded":
+            decoded.setdefault(record.sequence_id, []).append(record.round_index)
+    for sequence_id, indices in decoded.items():
+        num_rounds = expected[sequence_id].num_rounds
+        if sorted(indices) != list(range(num_rounds)):
+            raise ValueError(
+                f"sequence {sequence_id!r} had {num_rounds} rounds, but its recorded rounds are {sorted(indices)}"
+            )
+
+
+def _whole_units(files: Iterable[FileInfo]) -> dict[str, dict[str, FileInfo]]:
+    """{unit_id: {"rounds": file, "sequences": file}}; of several attempts at a unit, the first one given."""
+    attempts: dict[tuple[str, str], dict[str, FileInfo]] = {}
+    for file in files:
+        attempts.setdefault((file.unit_id, file.attempt), {})[file.table] = file
+    units: dict[str, dict[str, FileInfo]] = {}
+    for (unit_id, attempt), pair in attempts.items():
+        if pair.keys() != {"rounds", "sequences"}:
+            raise ValueError(
+                f"attempt {attempt!r} of unit {unit_id!r} has only {sorted(pair)}: commit both files together"
+            )
+        units.setdefault(unit_id, pair)
+    return units
+
+
+def _add_action(file: FileInfo) -> AddAction:
+    return AddAction(
+        path=file.path,
+        size=file.size,
+        partition_values={"target": file.target, "date": file.date},
+        modification_time=int(time.time() * 1000),
+        data_change=True,
+        stats=json.dumps({"numRecords": file.rows}),
+    )
+
+
+def _commit_properties(files: Sequence[FileInfo], run_id: str, seq: int, turn: int) -> CommitProperties:
+    checksums = {file.path.rpartition("/")[2]: file.sha256 for file in files}
+    return CommitProperties(
+        custom_metadata={"graft": {"run_id": run_id, "seq": seq, "sha256": checksums}},
+        app_transactions=[Transaction(run_id, seq), Transaction(_TURN, turn)],
+    )
+
+
+def _arrow_schema(log: DeltaTable) -> pa.Schema:
+    return pa.schema(log.schema().to_arrow())
+
+
+def _distinct(files: Sequence[str], column: str) -> set[str]:
+    if not files:
+        return set()
+    dataset = pyarrow.dataset.dataset(list(files), format="parquet", schema=pa.schema([(column, pa.string())]))
+    return set(dataset.to_table().column(column).unique().to_pylist())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync_folder(path: Path) -> None:
+    """Make a rename in `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
