@@ -24,8 +24,9 @@ from graft_dist.draft_tree import DraftTree
 MAX_LOGPROBS = 20
 """Most alternatives per token that `SamplingParams.logprobs` may ask for."""
 
-_ROWS_AT_ONCE = 32  # rows warped together in double precision: bounds memory for trees of a thousand nodes
-_TOP_P_HEAD = 256  # the nucleus nearly always lies within so many tokens; only otherwise is a row sorted whole
+_CPU_ROWS = 4  # rows warped together: in double precision more of them fall out of the cache
+_DEVICE_ROWS = 64  # the same on an accelerator, where it bounds memory
+_TOP_P_HEAD = 256  # the nucleus nearly always lies within so many tokens; sorting a whole row is slow
 
 StopReason = Literal["stop", "length"]
 
@@ -139,8 +140,9 @@ def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     vocab_size = probs.shape[-1]
     head = min(_TOP_P_HEAD, vocab_size)
     falling = probs.topk(head, dim=-1).values
-    if head < vocab_size and bool((falling.sum(dim=-1) < top_p).any()):
-        falling = probs.sort(dim=-1, descending=True).values
+    while head < vocab_size and bool((falling.sum(dim=-1) < top_p).any()):
+        head = min(16 * head, vocab_size)
+        falling = probs.topk(head, dim=-1).values
     mass_before = falling.cumsum(dim=-1) - falling
     num_kept = (mass_before < top_p).sum(dim=-1, keepdim=True)
     weakest = falling.gather(-1, (num_kept - 1).clamp(min=0))  # none is kept only where probabilities are NaN
@@ -210,9 +212,10 @@ class TokenChooser:
         if self.params.is_greedy and not self.params.has_penalties:
             return logits.argmax(dim=-1).to(torch.int32).cpu().numpy()
         paths = [_path_tokens(tree, node) for node in range(tree.num_nodes + 1)]
+        step = _CPU_ROWS if logits.device.type == "cpu" else _DEVICE_ROWS
         chosen = [
-            self._choose(logits[start : start + _ROWS_AT_ONCE], paths[start : start + _ROWS_AT_ONCE])
-            for start in range(0, len(paths), _ROWS_AT_ONCE)
+            self._choose(logits[start : start + step], paths[start : start + step])
+            for start in range(0, len(paths), step)
         ]
         return torch.cat(chosen).to(torch.int32).cpu().numpy()
 
@@ -338,7 +341,7 @@ class TextStream:
 
     The deltas, concatenated, equal `tokenizer.decode(all_tokens, skip_special_tokens=True)`, cut before the first stop
     string. Held back until it is certain: an incomplete character at the end, and an end that may be the beginning of
-    a stop string. The token that completes a stop string is the last one output; the stop string is no part of the text.
+    a stop string. The token that completes a stop string is the last one output; the stop string is not in the text.
 
     Not covered: tokenizers whose decoding changes text that was already complete, namely WordPiece with its cleanup of
     spaces, and byte-fallback tokenizers when the output ends inside a character that directly follows other
