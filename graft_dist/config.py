@@ -115,9 +115,7 @@ class TargetConfig(BaseModel):
     def _check_together(self) -> "TargetConfig":
         for key, spec in (("revision", self.target), ("drafter_revision", self.drafter)):
             if getattr(self, key) is not None and (spec.startswith("builtin:") or is_folder_spec(spec)):
-                raise ValueError(
-                    f"{key} is {getattr(self, key)!r}, but only a Hugging Face id has revisions, not {spec}"
-                )
+                raise ValueError(f"{key} is {getattr(self, key)!r}, but {spec} has no revisions: only a hub id has")
         largest = max(self.budget, *self.budgets)
         if largest >= self.max_length:
             raise ValueError(f"a budget of {largest} does not fit max_length {self.max_length}: it has to be smaller")
@@ -234,7 +232,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
-            if key_node.value in seen:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.value in seen:
                 problem = f"the key {key_node.value} stands twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(str(key_node.value))

@@ -1,0 +1,30 @@
+"""The error tree: one root for commands to catch, ValueError for callers who know nothing of this project."""
+
+import pytest
+
+from graft_dist import errors
+
+KINDS = [
+    errors.ConfigError,
+    errors.TargetError,
+    errors.DrafterError,
+    errors.PromptError,
+    errors.PolicyError,
+    errors.StoreError,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_error_is_a_graft_error(kind: type[Exception]) -> None:
+    assert issubclass(kind, errors.GraftError)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not errors.StoreError])
+def test_wrong_input_is_also_a_value_error(kind: type[Exception]) -> None:
+    assert issubclass(kind, ValueError)
+
+
+def test_the_docstring_draws_every_error() -> None:
+    defined = [name for name, value in vars(errors).items() if isinstance(value, type)]
+    assert len(defined) == len(KINDS) + 1
+    assert all(name in (errors.__doc__ or "") for name in defined)
