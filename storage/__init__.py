@@ -1,10 +1,12 @@
 """Trajectories on disk: Parquet files under a Delta log in, DuckDB views out. Knows records and bytes, no models.
 
-store = TrajectoryStore(root)
-seq = store.begin(run_id, target_slug, {"target_fingerprint": ...})   # driver
-files = store.write_unit(UnitKey(...), Provenance(...), sequences, rounds)   # anyone
-store.commit(files, run_id, seq)   # driver
-connect(root).sql("SELECT task, count(*) FROM sequences GROUP BY task")
+    store = TrajectoryStore(root)
+    seq = store.begin(run_id, target_slug, {"target_fingerprint": ...})   # driver
+    files = store.write_unit(UnitKey(...), Provenance(...), sequences, rounds)   # anyone
+    store.commit(files, run_id, seq)   # driver
+    connect(root).sql("SELECT task, count(*) FROM sequences GROUP BY task")
+
+The rules of writing are in `trajectories`, those of reading in `query`, the columns in `schema`.
 """
 
 from storage.query import connect, query, query_names, run_query

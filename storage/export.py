@@ -23,7 +23,7 @@ def export_tree(root: str | os.PathLike[str], dest: str | os.PathLike[str]) -> P
     """Write the store's present rows to `dest` as `<table>/target=<slug>/date=<day>/*.parquet`, only committed ones.
 
     The tree is written aside and takes its place in one step: a reader finds the whole old export or the whole new one.
-    A table without rows is an empty folder. The copy is not flushed to disk file by file: after a power cut, export again.
+    A table without rows is an empty folder. The copy is not flushed to disk: after a power cut, export again.
 
     Raises:
         StoreError: if there is no store, if `dest` holds anything but an earlier export, or if the file system cannot

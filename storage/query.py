@@ -85,9 +85,7 @@ def run_query(
     """
     store = TrajectoryStore(root)
     if not store.exists:
-        raise StoreError(
-            f"there is no trajectory store at {store.path}: a collect job makes one there with its first commit."
-        )
+        raise StoreError(f"there is no trajectory store at {store.path}: a collect job creates one when it starts.")
     sql = _sql_of(sql_or_name)
     with connect(root, memory_limit=memory_limit, threads=threads) as connection:
         try:
@@ -105,8 +103,8 @@ def query(root: str | os.PathLike[str], sql: str, format: str = "table") -> str:
 
     Args:
         sql: an SQL text or the name of a named query.
-        format: "table" (aligned, for people: floats shortened, long cells cut), "csv" (lists as JSON) or "json" (a list of
-            objects). Only "table" shortens anything.
+        format: "table" (aligned, for people: floats shortened, long cells cut), "csv" (lists as JSON) or "json" (a list
+            of objects). Only "table" shortens anything.
 
     Raises:
         StoreError: as `run_query`, and for another format.

@@ -3,18 +3,18 @@
     sequences   one row per decoded prompt, also for a prompt that failed (`error` says why)
     rounds      one row per round; joins to its sequence on (unit_id, attempt, sequence_id)
 
-Both are partitioned by `target=<slug>/date=<day>`; the partition columns live in the folder names and in the log, not in
-the file bodies. Conventions, chosen for reading with DuckDB (whose lists start at 1):
+Both are partitioned by `target=<slug>/date=<day>`; the partition columns live in the folder names and in the log, not
+in the file bodies. Conventions, chosen for reading with DuckDB (whose lists start at 1):
 
-* Ids, token ids and counts are `int32`, log-probabilities and logits `float32`, durations `int64` nanoseconds or `float64`
+* Token ids and counts are `int32`, log-probabilities and logits `float32`, durations `int64` nanoseconds or `float64`
   seconds as the name says.
 * A `[D, K]` array is a list of lists: `candidate_ids[d][i]` is the i-th candidate of draft depth d, since depths count
-  from 1. `parent_logits[p]` belongs to the root (p = 1) or to the p-1-th accepted node. A round without a draft has `[]`.
-* Tree arrays hold node 0, the root, as element 1; the *values* in `tree_parents` and `accepted` are node indices that count
-  from 0 (the root), so node n is `tree_tokens[n + 1]`.
+  from 1. `parent_logits[p]` belongs to the root (p = 1) or to accepted node p - 1. A round without a draft has `[]`.
+* Tree arrays hold node 0, the root, as element 1; the *values* in `tree_parents` and `accepted` are node indices, which
+  count from 0 (the root), so node n is `tree_tokens[n + 1]`.
 * Durations of a round are those of the whole batch: `draft_ns / batch_size` is one sequence's share.
 
-A later version may only add nullable columns, and then raises `SCHEMA_VERSION`; every reader sees NULL where a file is older.
+A later version may only add nullable columns, and then raises `SCHEMA_VERSION`; readers see NULL where a file is older.
 This module knows rows and columns; files and the log are `trajectories`'.
 """
 
@@ -216,7 +216,7 @@ _SEQUENCE_ATTRIBUTES = (
 
 
 def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """One column. Arrays become lists from one concatenation, not value by value: recording must cost next to nothing."""
+    """One column. Arrays become lists from one concatenation, not value by value: recording must be cheap."""
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
     if not pa.types.is_list(kind.value_type):

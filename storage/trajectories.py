@@ -6,17 +6,18 @@
 
 A *unit* (some tens of prompts) is one sequences file and one rounds file of one *attempt*. Who does what:
 
-* Anyone, such as an actor: `write_unit` writes both files aside, flushes them to disk, checksums and renames them. Nothing
-  is visible yet: a file counts only if the log names it.
-* The driver alone: `begin` once, then `commit` finished units in batches, with `seq` growing by at least one each time.
+* Anyone, such as an actor: `write_unit` writes both files aside, flushes them to disk, checksums and renames them.
+  Nothing is visible yet: a file counts only if the log names it.
+* The driver alone: `begin` once, then `commit` finished units in batches, with `seq` growing by one or more each time.
 
-A commit writes two logs, always rounds first, then sequences. So the sequences' log decides: a unit counts when its sequences
-are there, its rounds are there then, and rounds whose (unit_id, attempt) has no sequences are invisible to readers (see
-`query.connect`). Readers load the two logs in the opposite order for the same reason. A crash anywhere leaves whole units.
+A commit writes two logs, always rounds first, then sequences. So the sequences' log decides: a unit counts once its
+sequences are there, and then its rounds are there too; rounds whose (unit_id, attempt) has no sequences are invisible
+to readers (see `query.connect`). Readers load the two logs in the opposite order for the same reason. So a crash
+anywhere leaves whole units.
 
 Once only: the first committed attempt of a unit wins, later ones are skipped. Two fences see to it, both application
-transactions of the log: (run_id, seq) stops a second driver of the same run (`StoreFencedError`), and a counter that every
-commit raises makes commits of *different* runs take turns, each looking again at what is already there.
+transactions of the log: (run_id, seq) stops a second driver of the same run (`StoreFencedError`), and a counter that
+every commit raises makes commits of *different* runs take turns, each looking again at what is already there.
 
 Works on local and network file systems; object stores are refused for now.
 """
@@ -132,9 +133,7 @@ def local_root(root: str | os.PathLike[str]) -> Path:
         raise StoreError(f"the store {text!r} uses {scheme}://, but only local paths and file:// are supported.")
     path = Path(url2pathname(urlsplit(text).path) if scheme else text).expanduser().absolute()
     if re.search(r"[*?\[\]]", str(path)):
-        raise StoreError(
-            f"the store path {str(path)!r} contains one of * ? [ ], which readers would take for a pattern."
-        )
+        raise StoreError(f"the path {str(path)!r} contains one of * ? [ ], which readers would take for a pattern.")
     return path
 
 
@@ -184,9 +183,7 @@ class TrajectoryStore:
         relative = f"target={target}/date={day}/{name}.parquet"
         aside, final = self.path / "_tmp" / f"{table}-{name}", self.path / table / relative
         if final.exists():
-            raise ValueError(
-                f"attempt {key.attempt!r} of unit {key.unit_id!r} was written before: use a new attempt name"
-            )
+            raise ValueError(f"attempt {key.attempt!r} of unit {key.unit_id!r} exists already: use a new name")
         aside.parent.mkdir(parents=True, exist_ok=True)
         final.parent.mkdir(parents=True, exist_ok=True)
         about = {"schema_version": str(SCHEMA_VERSION), "unit_id": key.unit_id, "attempt": key.attempt}
@@ -253,13 +250,15 @@ class TrajectoryStore:
                 committed then.
         """
         units = _whole_units(files)
-        wanted = {
-            unit_id: unit for unit_id, unit in units.items() if unit_id not in self._units_in(self._log("sequences"))
-        }
+        log = self._log("sequences")
+        self._check_fence(log, run_id, seq)
+        known = self._units_in(log)
+        wanted = {unit_id: unit for unit_id, unit in units.items() if unit_id not in known}
         self._check_files(wanted.values())
+        fresh: list[FileInfo] = []
         if wanted:
             self._append("rounds", lambda _: [unit["rounds"] for unit in wanted.values()], run_id, seq)
-        fresh = self._append("sequences", lambda log: self._not_in(log, wanted), run_id, seq) if wanted else []
+            fresh = self._append("sequences", lambda log: self._not_in(log, wanted), run_id, seq)
         committed = {file.unit_id for file in fresh}
         return CommitResult(
             committed=tuple(unit_id for unit_id in units if unit_id in committed),
@@ -282,11 +281,7 @@ class TrajectoryStore:
         """Add files to one log, fenced; whatever another commit changes meanwhile is looked at again."""
         for _ in range(_MAX_COMMIT_TRIES):
             log = self._log(table)
-            # The log refuses a transaction that races with ours, but takes an old version from a fresh snapshot.
-            if (log.transaction_version(run_id) or 0) >= seq:
-                raise StoreFencedError(
-                    f"another driver of run {run_id!r} has already committed batch {seq} to {self.path}: this one must stop."
-                )
+            self._check_fence(log, run_id, seq)
             files = choose(log)
             if not files:
                 return []
@@ -302,9 +297,14 @@ class TrajectoryStore:
             except CommitFailedError:
                 continue
             return files
-        raise StoreError(
-            f"{self.path / table} could not be committed to: others committed first {_MAX_COMMIT_TRIES} times."
-        )
+        raise StoreError(f"{self.path / table}: commit given up, others were faster {_MAX_COMMIT_TRIES} times.")
+
+    def _check_fence(self, log: DeltaTable, run_id: str, seq: int) -> None:
+        # The log itself refuses a transaction that races with ours, but takes an old version from a fresh snapshot.
+        if (log.transaction_version(run_id) or 0) >= seq:
+            raise StoreFencedError(
+                f"another driver of run {run_id!r} has committed batch {seq} to {self.path}: this one must stop."
+            )
 
     def _check_files(self, units: Iterable[Mapping[str, FileInfo]]) -> None:
         registered = {table: _arrow_schema(self._log(table)) for table in self._schemas}
@@ -312,16 +312,12 @@ class TrajectoryStore:
             for file in unit.values():
                 path = self.path / file.table / file.path
                 if not path.is_file():
-                    raise StoreError(
-                        f"{path} is gone: unit {file.unit_id!r} cannot be committed and must be decoded again."
-                    )
+                    raise StoreError(f"{path} is gone: unit {file.unit_id!r} has to be decoded again.")
                 if path.stat().st_size != file.size or _sha256(path) != file.sha256:
                     raise StoreError(f"{path} is not the file that was written ({file.size} bytes): not committed.")
                 footer = pq.read_metadata(path)
                 if footer.num_rows != file.rows:
-                    raise StoreError(
-                        f"{path} has {footer.num_rows} rows, its description says {file.rows}: not committed."
-                    )
+                    raise StoreError(f"{path} has {footer.num_rows} rows instead of {file.rows}: not committed.")
                 tables.check_file_schema(footer.schema.to_arrow_schema(), registered[file.table], str(path))
 
     def _units_in(self, log: DeltaTable) -> frozenset[str]:
@@ -346,7 +342,7 @@ class TrajectoryStore:
         version = int(log.metadata().configuration.get("graft.schemaVersion", "0"))
         if version > SCHEMA_VERSION:
             raise StoreError(
-                f"{self.path} was written with schema version {version}, this code knows {SCHEMA_VERSION}: update graft-dist."
+                f"{self.path} has schema version {version}, newer than {SCHEMA_VERSION}: update graft-dist."
             )
         known = set(_arrow_schema(log).names)
         missing = pa.schema([column for column in full if column.name not in known])
@@ -423,8 +419,8 @@ class TrajectoryStore:
         The replaced files stay on disk for readers that still use them, until `vacuum`.
 
         Args:
-            orphan_age_hours: only rounds files at least this old are searched for rounds without sequences; must be longer
-                than any driver takes between its two commits.
+            orphan_age_hours: only rounds files at least this old are searched for rounds without sequences; must be
+                longer than any driver takes between its two commits.
         """
         before = after = 0
         purged = self._purge_orphans(orphan_age_hours)
@@ -448,7 +444,7 @@ class TrajectoryStore:
         return len(orphans)
 
     def vacuum(self, retention_hours: int = 24) -> list[str]:
-        """Delete files that no current snapshot names: orphans of killed attempts, compacted files, files written aside.
+        """Delete files that the log no longer names, or never did: of killed attempts, compacted ones, half-written.
 
         Args:
             retention_hours: files younger than this stay. Must be longer than a unit's decoding, its wait for a commit,
@@ -494,16 +490,14 @@ def _check_unit(
     decoded: dict[str, list[int]] = {}
     for record in rounds:
         if record.sequence_id not in expected:
-            raise ValueError(
-                f"unit {key.unit_id!r} has a round of {record.sequence_id!r}, which is not one of its sequences"
-            )
+            raise ValueError(f"unit {key.unit_id!r} has a round of {record.sequence_id!r}, not one of its sequences")
         if record.kind == "decoded":
             decoded.setdefault(record.sequence_id, []).append(record.round_index)
     for sequence_id, indices in decoded.items():
         num_rounds = expected[sequence_id].num_rounds
         if sorted(indices) != list(range(num_rounds)):
             raise ValueError(
-                f"sequence {sequence_id!r} had {num_rounds} rounds, but its recorded rounds are {sorted(indices)}"
+                f"sequence {sequence_id!r} had {num_rounds} rounds, but these are recorded: {sorted(indices)}"
             )
 
 
@@ -515,9 +509,7 @@ def _whole_units(files: Iterable[FileInfo]) -> dict[str, dict[str, FileInfo]]:
     units: dict[str, dict[str, FileInfo]] = {}
     for (unit_id, attempt), pair in attempts.items():
         if pair.keys() != {"rounds", "sequences"}:
-            raise ValueError(
-                f"attempt {attempt!r} of unit {unit_id!r} has only {sorted(pair)}: commit both files together"
-            )
+            raise ValueError(f"attempt {attempt!r} of unit {unit_id!r} has only {sorted(pair)}: commit both files")
         units.setdefault(unit_id, pair)
     return units
 

@@ -5,7 +5,7 @@ SELECT
     s.task,
     count(*) AS num_rounds,
     count(*) FILTER (r.is_mismatch) AS num_mismatched,
-    num_mismatched / num_rounds AS mismatch_rate
+    count(*) FILTER (r.is_mismatch) / count(*) AS mismatch_rate
 FROM rounds r
 JOIN sequences s USING (unit_id, attempt, sequence_id)
 WHERE r.kind = 'decoded' AND r.budget > 0

@@ -13,7 +13,7 @@ SELECT
     avg(r.num_tokens) AS mat,
     avg(r.batch_size) AS mean_batch_size,
     sum((r.draft_ns + r.build_ns + r.verify_ns + r.commit_ns) / r.batch_size) / 1e9 AS engine_s,
-    num_tokens / nullif(engine_s, 0) AS tokens_per_s
+    sum(r.num_tokens) / nullif(engine_s, 0) AS tokens_per_s
 FROM rounds r
 JOIN sequences s USING (unit_id, attempt, sequence_id)
 WHERE r.kind = 'decoded'
