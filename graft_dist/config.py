@@ -21,7 +21,7 @@ BUILTIN_TARGETS = ("builtin:smollm2-135m",)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MODEL_SPEC = (
     f"one of {', '.join(BUILTIN_TARGETS)}, a Hugging Face id such as Qwen/Qwen3-8B, "
-    "or a folder written with a leading /, ./, ../ or ~"
+    "or a folder written with a leading /, ./ or ../"
 )
 
 # The description of each field is what an error message offers after "allowed is".
@@ -139,14 +139,14 @@ class TargetConfig(BaseModel):
         if self.target.startswith("builtin:"):
             return self.target.removeprefix("builtin:")
         if is_folder_spec(self.target):
-            name = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(self.target).expanduser().resolve().name).strip("-.")
+            name = re.sub(r"[^A-Za-z0-9_.]+", "-", Path(self.target).resolve().name).strip("-.")
             return f"folder--{name or 'root'}"
         return self.target.replace("/", "--")
 
 
 def is_folder_spec(spec: str) -> bool:
-    """Whether a model specification means a local folder: it starts with `/`, `./`, `../` or `~`, or is `.` or `..`."""
-    return spec.startswith(("/", "./", "../", "~")) or spec in (".", "..")
+    """Whether a model specification means a local folder: it starts with `/`, `./` or `../`, or is `.` or `..`."""
+    return spec.startswith(("/", "./", "../")) or spec in (".", "..")
 
 
 def targets_folder() -> Path:
