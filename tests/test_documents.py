@@ -1,0 +1,74 @@
+"""Commands shown in the documents exist: each flag that a page gives to one of our commands is in that command's help."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def shown_commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of every `graft ...` and `python jobs/....py ...` in the pages' shell blocks."""
+    commands = []
+    for page in PAGES:
+        for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                start = next((i for i, word in enumerate(words) if is_ours(words, i)), None)
+                if start is not None:
+                    commands.append((page.name, words[start:]))
+    return commands
+
+
+def is_ours(words: list[str], index: int) -> bool:
+    if Path(words[index]).name == "graft":
+        return True
+    return words[index].startswith("jobs/") and words[index].endswith(".py") and "python" in words[index - 1]
+
+
+@cache
+def help_text(*command: str) -> str:
+    environment = os.environ | {"COLUMNS": "250", "NO_COLOR": "1", "TERM": "dumb"}
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_shows_the_main_commands() -> None:
+    shown = {" ".join(words[:2]) for page, words in shown_commands() if page == "README.md"}
+    assert {"graft generate", "graft audit", "graft bench", "graft query"} <= shown
+    assert any(name.startswith("jobs/collect.py") for name in shown)
+
+
+@pytest.mark.parametrize(("page", "words"), shown_commands(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_flag_is_in_the_help(page: str, words: list[str]) -> None:
+    if words[0].endswith(".py"):
+        text = help_text(words[0])
+    elif words[1].startswith("-"):
+        text = help_text("-m", "jobs.cli")
+    else:
+        text = help_text("-m", "jobs.cli", words[1])
+    flags = [word.split("=")[0] for word in words if word.startswith("--") and len(word) > 2]
+    known = set(re.findall(r"--[a-z][a-z0-9-]*", text))
+    assert [flag for flag in flags if flag not in known] == []
+
+
+def test_make_targets_that_are_shown_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):", makefile, re.MULTILINE))
+    shown = {
+        target
+        for page in PAGES
+        for target in re.findall(r"(?:^|`)make ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {"quickstart", "test"} <= shown
+    assert shown - targets == set()
