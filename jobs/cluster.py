@@ -1,0 +1,84 @@
+"""The Ray cluster a job runs on: joins one or starts one, and checks that the job fits before anything is loaded.
+
+The only place in `jobs` that reads Ray's environment variables.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+
+from graft_dist.errors import ConfigError
+
+LOCAL_OBJECT_STORE_BYTES = 150_000_000
+"""Only small records travel between driver and actors; Ray's default would take a third of the machine's memory."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster this process is connected to."""
+
+    is_local: bool  # started by this process, ends with it
+    message: str  # what happened, for people
+    resources: Mapping[str, float]
+
+
+def connect(address: str | None) -> Cluster:
+    """Join the cluster at `address`, or the one this job or machine belongs to; without any, start one in this process.
+
+    `address` "local" always starts one. Raises `ConfigError` when an address was given and does not answer.
+
+    """
+    wanted = address or os.environ.get("RAY_ADDRESS")
+    if wanted != "local":
+        try:
+            ray.init(address=wanted or "auto", log_to_driver=True, logging_level=logging.WARNING)
+        except ConnectionError as error:
+            if wanted:
+                raise ConfigError(f"there is no Ray cluster at {wanted}: {' '.join(str(error).split())}") from error
+        else:
+            found = ray.get_runtime_context().gcs_address
+            return Cluster(False, f"joined the Ray cluster at {found}", ray.cluster_resources())
+    _start_local()
+    resources = ray.cluster_resources()
+    message = f"no Ray cluster given, so one was started here ({resources.get('CPU', 0):g} CPUs), without a dashboard"
+    return Cluster(True, message, resources)
+
+
+def _start_local() -> None:
+    # Left to itself a local cluster writes a token file to the home directory, which then switches authentication on
+    # for every later `ray start` of this user. This one listens on the loopback interface and ends with the job.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+        log_to_driver=True,
+        logging_level=logging.WARNING,
+    )
+
+
+def check_fits(resources: Mapping[str, float], num_actors: int, num_cpus: float, num_gpus: float) -> None:
+    """Refuse a job that this cluster can never place: it would wait for ever without saying why."""
+    for name, each in (("CPU", num_cpus), ("GPU", num_gpus)):
+        wanted, there = num_actors * each, resources.get(name, 0.0)
+        if wanted > there:
+            raise ConfigError(
+                f"{num_actors} actors need {wanted:g} {name}s ({each:g} each), but the cluster has {there:g}; "
+                "use fewer actors, or change resources in the target's configuration"
+            )
+
+
+def job_id() -> str | None:
+    """The submission id when this driver runs as a Ray job."""
+    described = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")
+    if not described:
+        return None
+    submission: str | None = json.loads(described).get("metadata", {}).get("job_submission_id")
+    return submission

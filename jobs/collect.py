@@ -1,0 +1,163 @@
+"""Collect trajectories: decode prompts on a Ray cluster and keep what the target decided at every round.
+
+    ray job submit --working-dir . -- python jobs/collect.py --config targets/smollm2-135m.yaml --prompts FILE --out DIR
+    python jobs/collect.py --config targets/smollm2-135m.yaml --prompts FILE --out DIR      (starts Ray by itself)
+
+Run again with the same arguments it goes on where it ended. Exit codes: 0 everything is collected; 2 the arguments,
+the configuration or the cluster cannot work; 3 partial: some units were set aside, and are listed; 75 another driver
+of the same run is at work; 130 and 143 stopped by SIGINT or SIGTERM, with everything finished until then committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, the packages are beside it
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from graft_dist.config import TargetConfig, load_config
+from graft_dist.errors import ConfigError, GraftError
+from graft_dist.policy import METHODS
+from graft_dist.sampling import SamplingParams
+from jobs.cluster import job_id
+from jobs.collection import CollectRequest, run
+from jobs.decode_spec import DecodeSpec
+from jobs.driver import DriverSettings
+from jobs.ray_pool import PoolSettings
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, and return the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        return run(request_from(options))
+    except GraftError as error:
+        print(f"collect: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def request_from(options: argparse.Namespace) -> CollectRequest:
+    """The request that the options describe. Raises `GraftError` where they contradict each other."""
+    config = load_config(options.config)
+    if options.dtype is not None:
+        config = config.model_copy(update={"dtype": options.dtype})
+    resources = config.resources
+    return CollectRequest(
+        spec=_spec(options, config),
+        prompts=tuple(options.prompts),
+        store=None if options.no_write else _store(options.out),
+        num_slots=options.slots or config.max_slots,
+        pool=PoolSettings(
+            num_actors=options.actors or resources.num_actors,
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
+        ),
+        unit_size=options.unit_size,
+        limit=options.limit,
+        address=options.address,
+        driver=DriverSettings(
+            commit_units=options.commit_units,
+            commit_interval_s=options.commit_interval,
+            max_attempts=options.max_attempts,
+            progress_s=options.progress_interval,
+        ),
+    )
+
+
+def _spec(options: argparse.Namespace, config: TargetConfig) -> DecodeSpec:
+    budget = options.budget
+    if budget is None and options.method == "ddtree":
+        budget = config.budget
+    try:
+        sampling = SamplingParams(
+            temperature=options.temperature,
+            top_p=options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
+            max_new_tokens=options.max_new_tokens,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return DecodeSpec(
+        config=config,
+        method=options.method,
+        budget=budget,
+        budgets=options.explore,
+        sampling=sampling,
+        seed=options.seed,
+        num_samples=options.num_samples,
+        dense=options.dense,
+    )
+
+
+def _store(out: str | None) -> str:
+    if out is None:
+        raise ConfigError("--out is missing: name the folder of the trajectory store (or use --no-write)")
+    if job_id() is not None and "://" not in out and not os.path.isabs(os.path.expanduser(out)):
+        raise ConfigError(
+            f"--out {out} is relative, but a submitted job runs in a copy of the working directory that is deleted; "
+            "give an absolute path that all nodes see"
+        )
+    return out
+
+
+def _budgets(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of budgets such as 0,4,8,16") from None
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="collect.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="the target's YAML file, or the name of a shipped one")
+    add("--prompts", required=True, nargs="+", metavar="FILE", help="JSONL files of prompts")
+    add("--out", metavar="URI", help="root of the trajectory store; an absolute path or file:// in a submitted job")
+    add("--no-write", action="store_true", help="decode without recording, to measure what recording costs")
+    add("--actors", type=_count, metavar="N", help="number of actors (default: the configuration's)")
+    add("--slots", type=_count, metavar="S", help="sequences that an actor decodes together (default: max_slots)")
+    add("--method", choices=METHODS, default="ddtree", help="how rounds draft (default: ddtree)")
+    add(
+        "--budget", type=int, metavar="B", help="draft nodes per round (default: the configuration's); chain: its depth"
+    )
+    add("--explore", type=_budgets, default=(), metavar="B,B,...", help="draw each round's budget from this list")
+    add("--dense", action="store_true", help="also record the drafter and the target at every position")
+    _add_sampling(parser)
+    add("--limit", type=_count, metavar="N", help="only the first N prompts")
+    add("--unit-size", type=_count, default=16, metavar="N", help="sequences decoded and committed together (16)")
+    add("--commit-units", type=_count, default=8, metavar="N", help="commit when so many units are finished (8)")
+    add("--commit-interval", type=float, default=30.0, metavar="S", help="or after so many seconds (30)")
+    add("--max-attempts", type=_count, default=3, metavar="N", help="tries of a unit before it is set aside (3)")
+    add("--progress-interval", type=float, default=10.0, metavar="S", help="seconds between progress lines (10)")
+    add("--address", help='of the Ray cluster (default: RAY_ADDRESS, else one that runs here); "local" starts one')
+    add("--dtype", choices=("float32", "bfloat16"), help="of both models' weights (default: the configuration's)")
+    return parser
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-new-tokens", type=_count, default=128, metavar="N", help="longest answer (128)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (0)")
+    add("--top-p", type=float, default=1.0, help="1 turns it off (1)")
+    add("--top-k", type=int, default=0, help="0 turns it off (0)")
+    add("--min-p", type=float, default=0.0, help="0 turns it off (0)")
+    add("--seed", type=int, default=0, help="of sampling and of exploration (0)")
+    add("--num-samples", type=_count, default=1, metavar="N", help="answers per prompt, with distinct seeds (1)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""CollectActor: a `Collector` with its models, as the class that Ray runs as an actor; and the plan that it is made
+from."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from graft_dist.decoder import load_decoder
+from graft_dist.dense import dense_rounds
+from graft_dist.drafter import DFlashDrafter
+from graft_dist.engine import Engine
+from graft_dist.prompts import Prompt, render
+from graft_dist.rounds import RoundRecord, SequenceRecord
+from graft_dist.target import Target
+from jobs.collector import FATAL_ERRORS, Collector
+from jobs.decode_spec import DecodeSpec
+from jobs.provenance import machine, provenance
+from jobs.units import Unit, WorkItem
+from jobs.work import Report
+from storage.schema import Provenance, UnitKey
+from storage.trajectories import FileInfo, TrajectoryStore, new_attempt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorPlan:
+    """Everything an actor needs to know; plain data."""
+
+    spec: DecodeSpec
+    store: str | None  # root of the store; None records nothing
+    num_slots: int
+    num_threads: int
+    slice_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The identity of the loaded models; equal on all actors of a run."""
+
+    target_fingerprint: str
+    tokenizer_sha256: str
+    drafter_fingerprint: str | None
+    draft_depth: int  # 0 without a drafter
+
+    def identity(self, spec: DecodeSpec) -> str:
+        """The run's identity: see `DecodeSpec.identity`. Also its run id in the store."""
+        return spec.identity(self.target_fingerprint, self.drafter_fingerprint)
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """What an actor says of itself once its models are loaded."""
+
+    models: ModelInfo
+    host: str
+    pid: int
+
+
+class CollectActor:
+    """The actor: loads when asked to, works when asked to, and leaves the rest to `Collector`."""
+
+    def __init__(self, plan: ActorPlan) -> None:
+        self._plan = plan
+        self._loaded: tuple[Collector, ModelInfo] | None = None
+
+    def load(self) -> WorkerInfo:
+        """Load the models, once. Not done in the constructor: an actor whose constructor fails is never restarted."""
+        if self._loaded is None:
+            self._loaded = load_collector(self._plan)
+        return WorkerInfo(self._loaded[1], platform.node(), os.getpid())
+
+    def work(self, held: Sequence[str], new: Unit | None, has_more: bool) -> Report:
+        """One slice of work: see `Collector.work`."""
+        self.load()
+        assert self._loaded is not None
+        try:
+            return self._loaded[0].work(held, new, has_more)
+        except FATAL_ERRORS as error:
+            # The driver sees a lost worker, and the device's memory is given back with the process.
+            print(f"actor {os.getpid()} ends: {type(error).__name__}: {error}", flush=True)
+            os._exit(1)
+
+
+def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
+    """Load target, drafter and engine as `plan` says. Raises `TargetError`, `DrafterError` or `PolicyError`."""
+    torch.set_num_threads(plan.num_threads)
+    spec, config = plan.spec, plan.spec.config
+    # Dense rounds ask the drafter also where no round drafts.
+    target, drafter = load_decoder(config, "ddtree" if spec.dense else spec.method)
+    models = ModelInfo(
+        target.fingerprint,
+        target.tokenizer_sha256,
+        None if drafter is None else drafter.fingerprint,
+        0 if drafter is None else drafter.draft_depth,
+    )
+    make_engine = partial(
+        Engine,
+        target,
+        None if spec.method == "plain" else drafter,
+        spec.policy(),
+        max_slots=plan.num_slots,
+        max_length=min(config.max_length, target.max_position_embeddings),
+        memory_limit_bytes=None if config.memory_limit_gb is None else int(config.memory_limit_gb * 1e9),
+        record=plan.store is not None,
+        detokenize=False,
+    )
+    dense = None
+    if spec.dense and drafter is not None and plan.store is not None:
+        dense = partial(_dense, target, drafter, config.num_candidates)
+    collector = Collector(
+        make_engine=make_engine,
+        num_slots=plan.num_slots,
+        render=partial(_render, target, spec),
+        sampling=spec.sampling,
+        write=None if plan.store is None else _Writer(plan.store, _provenance(spec, models), models.identity(spec)),
+        dense=dense,
+        slice_s=plan.slice_s,
+    )
+    return collector, models
+
+
+def _render(target: Target, spec: DecodeSpec, item: WorkItem) -> list[int]:
+    prompt = Prompt(item.prompt_id, item.task, item.turns)
+    return render(target.tokenizer, prompt, spec.config.system_prompt, spec.config.enable_thinking)
+
+
+def _dense(target: Target, drafter: DFlashDrafter, num_candidates: int, record: SequenceRecord) -> list[RoundRecord]:
+    return dense_rounds(
+        target, drafter, record.sequence_id, record.prompt_token_ids, record.output_token_ids, num_candidates
+    )
+
+
+class _Writer:
+    """Writes each unit as a new attempt of this run."""
+
+    def __init__(self, root: str, provenance: Provenance, run_id: str) -> None:
+        self._store = TrajectoryStore(root)
+        self._provenance = provenance
+        self._run_id = run_id
+
+    def __call__(
+        self, unit: Unit, sequences: Sequence[SequenceRecord], rounds: Sequence[RoundRecord]
+    ) -> list[FileInfo]:
+        key = UnitKey(unit_id=unit.unit_id, attempt=new_attempt(), run_id=self._run_id)
+        return self._store.write_unit(key, self._provenance, sequences, rounds)
+
+
+def _provenance(spec: DecodeSpec, models: ModelInfo) -> Provenance:
+    return Provenance(
+        target=spec.config.slug,
+        target_spec=spec.config.target,
+        target_fingerprint=models.target_fingerprint,
+        drafter_fingerprint=models.drafter_fingerprint,
+        policy=spec.policy().name,
+        policy_fingerprint=spec.policy_fingerprint(),
+        hardware=describe_hardware(),
+        software=describe_software(),
+    )
+
+
+def describe_hardware() -> str:
+    """The device that timings belong to, such as "Intel(R) Xeon(R) CPU @ 2.60GHz, 1 thread"."""
+    known = machine()
+    if known["gpus"]:
+        return str(known["gpus"][0])
+    threads = known["torch_threads"]
+    return f"{known['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def describe_software() -> str:
+    """The versions that decide what is computed, such as "graft-dist 0.1.0, torch 2.13.0, transformers 5.24.0"."""
+    versions = provenance()["versions"]
+    return ", ".join(f"{name} {versions[name] or 'unknown'}" for name in ("graft-dist", "torch", "transformers"))

@@ -1,0 +1,224 @@
+"""One collection run from beginning to end: pre-flight, actors, plan, driver loop, summary, exit code."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+import ray
+
+from graft_dist.errors import PromptError
+from graft_dist.prompts import BadPrompt, Prompt, read_prompts
+from jobs.cluster import check_fits, connect, job_id
+from jobs.collect_actor import ActorPlan, ModelInfo
+from jobs.decode_spec import DecodeSpec
+from jobs.driver import CommitLog, Driver, DriverSettings, Ending, RunResult
+from jobs.estimate import check_room, estimate
+from jobs.ray_pool import PoolSettings, RayPool
+from jobs.units import Unit, plan
+from storage.query import connect as connect_store
+from storage.trajectories import CommitResult, FileInfo, TrajectoryStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectRequest:
+    """What a run is asked to do."""
+
+    spec: DecodeSpec
+    prompts: tuple[str, ...]  # JSONL files, in order
+    store: str | None  # root of the trajectory store; None decodes without recording
+    num_slots: int
+    pool: PoolSettings
+    unit_size: int = 16
+    limit: int | None = None  # the first so many prompts only
+    address: str | None = None  # of the Ray cluster
+    driver: DriverSettings = field(default_factory=DriverSettings)
+
+
+def say(line: str) -> None:
+    """Print a line at once, so that a job's log can be followed."""
+    print(f"collect: {line}", flush=True)
+
+
+def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: None) -> int:
+    """Collect, and return the exit code: see `Ending`. `failpoint` is for tests that kill the process at named points.
+
+    Raises a `GraftError` when the run cannot start: nothing was decoded then.
+
+    """
+    prompts = _read(request)
+    store = None if request.store is None else TrajectoryStore(request.store)
+    cluster = connect(request.address)
+    say(cluster.message + (f", as job {job_id()}" if job_id() else ""))
+    pool = None
+    try:
+        stop = StopSignal()  # after ray.init, which sets a handler of its own
+        check_fits(cluster.resources, request.pool.num_actors, request.pool.num_cpus, request.pool.num_gpus)
+        pool = RayPool(_actor_plan(request, store), request.pool)
+        models = pool.start()[0].models
+        say(f"{pool.num_workers} actors ready, each with {request.num_slots} slots and {_models_line(models)}")
+        result = _work(request, prompts, store, pool, models, stop, failpoint)
+        return _conclude(result, store)
+    finally:
+        if pool is not None:
+            pool.close()
+        if cluster.is_local:
+            ray.shutdown()
+
+
+def _read(request: CollectRequest) -> list[Prompt | BadPrompt]:
+    prompts = read_prompts(request.prompts)[: request.limit]
+    if not prompts:
+        raise PromptError(f"there is no prompt in {', '.join(request.prompts)}")
+    num_bad = sum(isinstance(prompt, BadPrompt) for prompt in prompts)
+    say(
+        f"{len(prompts)} prompts"
+        + (f", of which {num_bad} are unusable lines that become error rows" if num_bad else "")
+    )
+    return prompts
+
+
+def _actor_plan(request: CollectRequest, store: TrajectoryStore | None) -> ActorPlan:
+    return ActorPlan(
+        spec=request.spec,
+        store=None if store is None else str(store.path),
+        num_slots=request.num_slots,
+        num_threads=request.spec.config.threads or max(1, int(request.pool.num_cpus)),
+    )
+
+
+def _models_line(models: ModelInfo) -> str:
+    drafter = "no drafter" if models.drafter_fingerprint is None else f"drafter {models.drafter_fingerprint[:12]}"
+    return f"target {models.target_fingerprint[:12]}, {drafter}"
+
+
+def _work(
+    request: CollectRequest,
+    prompts: Sequence[Prompt | BadPrompt],
+    store: TrajectoryStore | None,
+    pool: RayPool,
+    models: ModelInfo,
+    stop: StopSignal,
+    failpoint: Callable[[str], None],
+) -> RunResult:
+    run_id = models.identity(request.spec)
+    log: CommitLog = NoLog()
+    done: set[str] = set()
+    if store is not None:
+        # First the fence, then what is committed: a commit between the two is one that fences this driver.
+        dataset = {"target_fingerprint": models.target_fingerprint, "tokenizer_sha256": models.tokenizer_sha256}
+        log = StoreLog(store, run_id, store.begin(run_id, request.spec.config.slug, dataset))
+        done = committed_sequences(store, run_id)
+    units = plan(prompts, request.spec, run_id, request.unit_size, done)
+    if done:
+        say(f"run {run_id}: {len(done)} sequences are there already")
+    _preflight(units, request, store, models)
+    stop.start_waiting()
+    driver = Driver(
+        pool,
+        log,
+        units,
+        request.driver,
+        stop_signal=stop.ending,
+        on_progress=lambda progress: say(progress.line()),
+        on_event=say,
+        failpoint=failpoint,
+    )
+    return driver.run()
+
+
+def _preflight(
+    units: Sequence[Unit], request: CollectRequest, store: TrajectoryStore | None, models: ModelInfo
+) -> None:
+    expected = estimate(units, request.spec, models.draft_depth)
+    if store is None:
+        say(f"{expected.line()}; nothing is recorded")
+        return
+    free = check_room(store.path, expected)
+    say(f"{expected.line()}; {free / 1e9:,.1f} GB free at {store.path}")
+
+
+def _conclude(result: RunResult, store: TrajectoryStore | None) -> int:
+    tally, seconds = result.committed, max(result.elapsed_s, 1e-9)
+    say(
+        f"{result.ending.label} after {result.elapsed_s:.1f} s: {tally.num_sequences} sequences "
+        f"({tally.num_errors} of them errors) in {result.num_units_committed} units, {tally.num_tokens:,} tokens, "
+        f"{tally.num_tokens / seconds:.1f} tokens/s, MAT {tally.mat:.2f}, {tally.num_rows:,} rows, "
+        f"{tally.num_bytes / 1e6:.1f} MB"
+    )
+    if result.message:
+        say(result.message)
+    if result.num_workers_lost:
+        say(f"actors were lost {result.num_workers_lost} times")
+    for unit in result.set_aside:
+        say(f"not collected: unit {unit.unit_id} after {unit.attempts} attempts ({unit.reason})")
+    if result.num_units_left:
+        say(f"{result.num_units_left} units are left; the same command goes on with them")
+    if store is not None:
+        say(f"store {store.path} is now {store.snapshot().name}")
+    if result.ending is Ending.COMPLETE and 0 < tally.num_sequences == tally.num_errors:
+        say("not one prompt could be answered")
+        return Ending.PARTIAL.value
+    return result.ending.value
+
+
+def committed_sequences(store: TrajectoryStore, run_id: str) -> set[str]:
+    """The ids of the sequences that this run has committed, in whatever units."""
+    with connect_store(store.path, threads=1) as connection:
+        rows = connection.execute("SELECT sequence_id FROM sequences WHERE run_id = ?", [run_id]).fetchall()
+    return {row[0] for row in rows}
+
+
+class StoreLog:
+    """A run's commits to the store, numbered as the fence wants them."""
+
+    def __init__(self, store: TrajectoryStore, run_id: str, first_seq: int) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._seq = first_seq
+
+    def commit(self, files: Sequence[FileInfo]) -> CommitResult:
+        """Commit whole units. Raises `StoreFencedError` when another driver of this run was faster."""
+        result = self._store.commit(files, self._run_id, self._seq)
+        self._seq += 1
+        return result
+
+
+class NoLog:
+    """For a run that records nothing."""
+
+    def commit(self, files: Sequence[FileInfo]) -> None:
+        assert not files, "nothing is written, so there is nothing to commit"
+
+
+class StopSignal:
+    """SIGTERM and SIGINT: end the process at once while it loads, and ask the driver to stop once it works.
+
+    A second signal always ends the process at once.
+
+    """
+
+    _ENDINGS = {signal.SIGTERM: Ending.TERMINATED, signal.SIGINT: Ending.INTERRUPTED}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self._is_waiting = False
+        self._asked: Ending | None = None
+        for number in self._ENDINGS:
+            signal.signal(number, self._receive)
+
+    def start_waiting(self) -> None:
+        """From now on someone looks at `ending` and stops in good order."""
+        self._is_waiting = True
+
+    def ending(self) -> Ending | None:
+        """How the run was asked to end; None while it was not."""
+        return self._asked
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        ending = self._ENDINGS[signal.Signals(number)]
+        if not self._is_waiting or self._asked is not None:
+            sys.exit(ending.value)
+        self._asked = ending
