@@ -57,11 +57,16 @@ def connect(
     if threads is not None:
         settings["threads"] = threads
     connection = duckdb.connect(":memory:", config=settings)
-    connection.execute(f"CREATE VIEW sequences AS {_select('sequences', taken.sequences_files)}")
-    connection.execute(f"CREATE VIEW rounds_of_all_attempts AS {_select('rounds', taken.rounds_files)}")
-    connection.execute(
-        "CREATE VIEW rounds AS SELECT * FROM rounds_of_all_attempts SEMI JOIN sequences USING (unit_id, attempt)"
-    )
+    connection.execute("SET TimeZone = 'UTC'")  # the same answer on every machine
+    try:
+        connection.execute(f"CREATE VIEW sequences AS {_select('sequences', taken.sequences_files)}")
+        connection.execute(f"CREATE VIEW rounds_of_all_attempts AS {_select('rounds', taken.rounds_files)}")
+        connection.execute(
+            "CREATE VIEW rounds AS SELECT * FROM rounds_of_all_attempts SEMI JOIN sequences USING (unit_id, attempt)"
+        )
+    except duckdb.Error as error:
+        connection.close()
+        raise StoreError(f"snapshot {taken.name} of {taken.root} cannot be read: {_first_line(error)}.") from error
     return connection
 
 
@@ -92,9 +97,9 @@ def run_query(
             answer = connection.sql(sql)
             return pa.table({}) if answer is None else answer.to_arrow_table()
         except duckdb.Error as error:
-            reason = str(error).strip().splitlines()[0]
+            named = ", ".join(query_names())
             raise StoreError(
-                f"the query failed: {reason} (views: sequences, rounds; named queries: {', '.join(query_names())})."
+                f"the query failed: {_first_line(error)} (views: sequences, rounds; named queries: {named})."
             ) from error
 
 
@@ -115,6 +120,10 @@ def query(root: str | os.PathLike[str], sql: str, format: str = "table") -> str:
     if format == "json":
         return json.dumps(_plain(answer.to_pylist()), ensure_ascii=False, indent=2, default=str)
     return _as_csv(answer) if format == "csv" else _as_table(answer)
+
+
+def _first_line(error: duckdb.Error) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
 
 
 def _sql_of(sql_or_name: str) -> str:

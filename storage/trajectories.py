@@ -323,7 +323,7 @@ class TrajectoryStore:
     def _units_in(self, log: DeltaTable) -> frozenset[str]:
         """The unit ids of one version of `sequences`; kept, because a driver asks at every commit."""
         if self._units[0] != log.version():
-            self._units = (log.version(), frozenset(_distinct(log.file_uris(), "unit_id")))
+            self._units = (log.version(), frozenset(_distinct(self._files(log, "sequences"), "unit_id")))
         return self._units[1]
 
     def _create_or_upgrade(self, table: str) -> None:
@@ -373,6 +373,12 @@ class TrajectoryStore:
                     f"{dataset.get(name)}: use another store, they must not be mixed."
                 )
 
+    def _files(self, log: DeltaTable, table: str) -> list[str]:
+        # The log's own list of URIs spells a blank in the root as %20, which no reader of local files understands.
+        return sorted(
+            str(self.path / table / path) for path in pa.table(log.get_add_actions()).column("path").to_pylist()
+        )
+
     def _log(self, table: str) -> DeltaTable:
         try:
             return DeltaTable(self.path / table)
@@ -409,7 +415,7 @@ class TrajectoryStore:
             raise StoreError(f"there is no trajectory store at {self.path}: it has no table {table!r}.") from None
         except DeltaError as error:
             raise StoreError(f"{self.path / table} has no version {version}: {error}") from error
-        return log.version(), tuple(sorted(log.file_uris()))
+        return log.version(), tuple(self._files(log, table))
 
     # --------------------------------------------------------------- upkeep
 
@@ -426,19 +432,19 @@ class TrajectoryStore:
         purged = self._purge_orphans(orphan_age_hours)
         for table in self._schemas:
             log = self._log(table)
-            before += len(log.file_uris())
+            before += len(self._files(log, table))
             log.optimize.compact(
                 target_size=256 << 20,
                 writer_properties=WriterProperties(compression="ZSTD", compression_level=3, max_row_group_size=122_880),
             )
-            after += len(self._log(table).file_uris())
+            after += len(self._files(self._log(table), table))
         return Compaction(before, after, purged)
 
     def _purge_orphans(self, age_hours: float) -> int:
         rounds = self._log("rounds")
         newest = time.time() - 3600 * age_hours
-        old = [path for path in rounds.file_uris() if os.stat(path).st_mtime <= newest]
-        orphans = _distinct(old, "attempt") - _distinct(self._log("sequences").file_uris(), "attempt")
+        old = [path for path in self._files(rounds, "rounds") if os.stat(path).st_mtime <= newest]
+        orphans = _distinct(old, "attempt") - _distinct(self._files(self._log("sequences"), "sequences"), "attempt")
         if orphans:
             rounds.delete("attempt IN ({})".format(", ".join(f"'{attempt}'" for attempt in sorted(orphans))))
         return len(orphans)
