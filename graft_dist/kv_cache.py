@@ -50,6 +50,7 @@ class SlotCache:
         self.lengths: list[int] = []
         self._num_allocated = 0
         self._capacity = min(initial_length, max_length)
+        self._data: torch.Tensor
         self._allocate(0, self._capacity)
         self._views: tuple[torch.Tensor, ...] = ()
         self._index = torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,160 @@
+"""Every method outputs what plain decoding outputs, and plain decoding what transformers' own loop outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from graft_dist.engine import Engine
+from graft_dist.policy import DecodingPolicy, chain, ddtree, exploring, plain
+from graft_dist.rounds import RoundRecord
+from graft_dist.sampling import SamplingParams
+from graft_dist.target import Target
+from tests.conftest import MODEL_TYPES, FakeDrafter
+
+
+def prompts(vocab_size: int, lengths: Sequence[int] = (7, 1, 23, 12), seed: int = 3) -> list[list[int]]:
+    random = np.random.default_rng(seed)
+    return [random.integers(3, vocab_size, length).tolist() for length in lengths]
+
+
+def decode(
+    target: Target,
+    drafter: FakeDrafter | None,
+    policy: DecodingPolicy,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    **options: int | bool,
+) -> tuple[list[list[int]], list[str], list[list[RoundRecord]]]:
+    """Run all requests through one engine; per request its tokens, finish reason and records."""
+    engine = Engine(target, drafter, policy, **options)  # type: ignore[arg-type]
+    index = {engine.add(prompt, params): i for i, (prompt, params) in enumerate(requests)}
+    tokens: list[list[int]] = [[] for _ in requests]
+    reasons = [""] * len(requests)
+    records: list[list[RoundRecord]] = [[] for _ in requests]
+    while engine.has_work:
+        for event in engine.step():
+            i = index[event.sequence_id]
+            assert not reasons[i], "an event after the last"
+            tokens[i] += event.token_ids
+            reasons[i] = event.finish_reason or ""
+            assert event.error is None
+            if event.round is not None:
+                assert event.round.emitted_tokens == event.token_ids
+                records[i].append(event.round)
+    assert engine.num_live == engine.num_waiting == 0
+    return tokens, reasons, records
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_plain_is_transformers_greedy(model_type: str, tiny_target: Callable, tiny_folder: Callable) -> None:
+    target = tiny_target(model_type)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_folder(model_type), dtype=torch.float32)
+    asked = prompts(target.vocab_size)
+    params = SamplingParams(max_new_tokens=40)
+    tokens, reasons, _ = decode(target, None, plain(), [(prompt, params) for prompt in asked], max_slots=3)
+    for prompt, output, reason in zip(asked, tokens, reasons, strict=True):
+        expected = reference.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :]
+        assert output == expected.tolist()
+        assert reason == ("stop" if output[-1] == 2 else "length")
+        assert len(set(output)) > 5, "a constant answer proves little"
+
+
+POLICIES = [
+    chain(),
+    chain(2),
+    ddtree(1, 4),
+    ddtree(7, 4),
+    ddtree(40, 8),
+    exploring([0, 3, 20], seed=1, num_candidates=4),
+]
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_trees_are_plain(model_type: str, tiny_target: Callable) -> None:
+    target = tiny_target(model_type)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    requests = [(prompt, params) for prompt in prompts(target.vocab_size)]
+    expected, _, _ = decode(target, None, plain(), requests)
+    drafter = FakeDrafter(target, [p + e for (p, _), e in zip(requests, expected, strict=True)], accuracy=0.6)
+    for policy in POLICIES:
+        for max_slots in (1, 3, 4):
+            got, _, records = decode(target, drafter, policy, requests, max_slots=max_slots, record=True)
+            assert got == expected, (policy.name, max_slots)
+            num_tokens = sum(record.num_tokens for per in records for record in per)
+            assert num_tokens == sum(len(e) - 1 for e in expected)
+            assert num_tokens > sum(map(len, records)), "nothing was accepted"
+
+
+@pytest.mark.parametrize(
+    "warping",
+    [
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(temperature=0.8, top_p=0.8, top_k=30, min_p=0.01, seed=6),
+        SamplingParams(temperature=0.9, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3, seed=7),
+        SamplingParams(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.5),
+    ],
+    ids=["plain", "filters", "penalties", "greedy-penalties"],
+)
+@pytest.mark.parametrize("record", [False, True])
+def test_same_seed_same_tokens(warping: SamplingParams, record: bool, tiny_llama: Target) -> None:
+    requests = [(prompt, warping) for prompt in prompts(tiny_llama.vocab_size)]
+    expected, reasons, _ = decode(tiny_llama, None, plain(), requests)
+    drafter = FakeDrafter(tiny_llama, [p + e for (p, _), e in zip(requests, expected, strict=True)])
+    for policy in (chain(), ddtree(12, 4)):
+        got, got_reasons, records = decode(tiny_llama, drafter, policy, requests, max_slots=3, record=record)
+        assert (got, got_reasons) == (expected, reasons)
+        if record:
+            assert sum(len(r.accepted) for per in records for r in per) > 10
+
+
+def test_mixed_batch(tiny_llama: Target) -> None:
+    asked = prompts(tiny_llama.vocab_size, lengths=(9, 4, 17))
+    kinds = [
+        SamplingParams(max_new_tokens=25),
+        SamplingParams(temperature=1.0, seed=1, max_new_tokens=11),
+        SamplingParams(repetition_penalty=1.5, max_new_tokens=18),
+    ]
+    requests = list(zip(asked, kinds, strict=True))
+    alone = [decode(tiny_llama, None, plain(), [request])[0][0] for request in requests]
+    drafter = FakeDrafter(tiny_llama, [p + e for (p, _), e in zip(requests, alone, strict=True)])
+    assert decode(tiny_llama, drafter, ddtree(9, 4), requests * 2, max_slots=4)[0] == alone * 2
+
+
+def test_every_stop_position(tiny_llama: Target) -> None:
+    prompt = prompts(tiny_llama.vocab_size, lengths=(8,))[0]
+    full = decode(tiny_llama, None, plain(), [(prompt, SamplingParams(max_new_tokens=24, ignore_eos=True))])[0][0]
+    drafter = FakeDrafter(tiny_llama, [prompt + full], accuracy=0.9)
+    for position, token in enumerate(full):
+        first = full.index(token)
+        cases = {
+            "stop": (SamplingParams(max_new_tokens=24, stop_token_ids=(token,)), full[: first + 1], "stop"),
+            "limit": (SamplingParams(max_new_tokens=position + 1, ignore_eos=True), full[: position + 1], "length"),
+        }
+        for name, (params, expected, reason) in cases.items():
+            for policy in (chain(), ddtree(20, 4)):
+                got, reasons, records = decode(tiny_llama, drafter, policy, [(prompt, params)], record=True)
+                assert got[0] == expected, (name, position, policy.name)
+                assert reasons == [reason]
+                assert sum(r.num_tokens for r in records[0]) == len(expected) - 1
+                assert all(r.num_tokens - len(r.accepted) in (0, 1) for r in records[0])
+
+
+def test_context_limit(tiny_llama: Target) -> None:
+    prompt = prompts(tiny_llama.vocab_size, lengths=(20,))[0]
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    full = decode(tiny_llama, None, plain(), [(prompt, params)])[0][0]
+    drafter = FakeDrafter(tiny_llama, [prompt + full], accuracy=0.9)
+    for room in (1, 2, 3, 9):
+        got, reasons, _ = decode(tiny_llama, drafter, ddtree(60, 8), [(prompt, params)], max_length=20 + room)
+        assert got[0] == full[:room]
+        assert reasons == ["length"]
+    longest = tiny_llama.max_position_embeddings
+    got, reasons, _ = decode(
+        tiny_llama, drafter, ddtree(60, 8), [(prompt, SamplingParams(max_new_tokens=10**6, ignore_eos=True))]
+    )
+    assert len(got[0]) + 20 == longest
+    assert reasons == ["length"]
