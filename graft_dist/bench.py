@@ -1,0 +1,349 @@
+"""Speed of decoding methods against plain decoding: what is measured, in which order, and what the numbers mean.
+
+Arms (a method and its budget) take turns on every prompt in one process, in an order that rotates from prompt to
+prompt, so that drift of the machine reaches all of them alike. Each arm's time is compared with plain decoding's *on
+the same prompt*. Owns the raw row, the summary computed from raw rows alone, and the table; files belong to the caller.
+
+Conventions: `decode_s` is everything after the target's prefill, the drafter's prefill included. The first output token
+comes from the prefill, so a row decoded `num_output_tokens - 1` tokens in `decode_s`; rates are over those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graft_dist.errors import PolicyError
+from graft_dist.generate import Answer, Request
+from graft_dist.policy import DecodingPolicy, policy_for
+
+BASELINE = "plain"
+TRANSFORMERS = "hf"
+"""The method name of transformers' own greedy `generate`: a check on the baseline, not a decoding policy."""
+FIXED_BUDGETS = {BASELINE: 0, TRANSFORMERS: 0}
+NUM_RESAMPLES = 2000
+BOOTSTRAP_SEED = 0
+ALL_TASKS = "all"
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing measured: a method at one budget (0 where nothing is drafted, the draft depth for a chain)."""
+
+    method: str
+    budget: int
+
+    @property
+    def name(self) -> str:
+        return self.method if self.method in FIXED_BUDGETS else f"{self.method}-{self.budget}"
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One arm on one prompt: a line of `raw.jsonl`. Stage milliseconds are sums over the rounds, None where unknown.
+
+    mat: tokens committed per round, None if the prefill's token was the only one.
+    """
+
+    prompt_id: str
+    task: str
+    method: str
+    budget: int
+    num_output_tokens: int
+    decode_s: float
+    prefill_s: float
+    num_rounds: int
+    mat: float | None
+    draft_ms: float | None
+    build_ms: float | None
+    verify_ms: float | None
+    commit_ms: float | None
+
+    @property
+    def arm(self) -> Arm:
+        return Arm(self.method, self.budget)
+
+    @property
+    def num_decoded(self) -> int:
+        """Output tokens that `decode_s` was spent on."""
+        return max(self.num_output_tokens - 1, 0)
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """What the arm answered: a line of `outputs.jsonl`, the evidence that arms did the same work."""
+
+    prompt_id: str
+    method: str
+    budget: int
+    output_token_ids: list[int]
+    acceptance_lengths: list[int]
+    num_drafted: int
+
+
+@dataclass(frozen=True)
+class SummaryRow:
+    """One arm over one task's prompts, or over all: an entry of `summary.json`.
+
+    speedup: plain decoding's seconds per token over the arm's, both summed over the same prompts; low and high bound
+    the
+        middle 95 % of it over resampled prompts. mean_budget: draft nodes verified per round.
+    """
+
+    method: str
+    budget: int
+    task: str
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    mat: float | None
+    tokens_per_s: float
+    mean_budget: float
+    num_prompts: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The two rows that one arm leaves on one prompt."""
+
+    raw: RawRow
+    output: OutputRow
+
+
+Decoder = Callable[[Arm, Request], Answer]
+"""Answers one request with one arm."""
+
+
+def expand_arms(methods: Sequence[str], budgets: Sequence[int], draft_depth: int) -> list[Arm]:
+    """The arms of some methods in their order: one for each budget where a method takes budgets. Repeats are dropped.
+
+    Raises `PolicyError` for no or impossible budgets.
+    """
+    if not budgets or min(budgets) < 1:
+        raise PolicyError(f"budgets are {list(budgets)}, allowed is a list of whole numbers from 1")
+    arms: list[Arm] = []
+    for method in methods:
+        if method in FIXED_BUDGETS:
+            own = [FIXED_BUDGETS[method]]
+        else:
+            own = [draft_depth] if method == "chain" else list(budgets)
+        arms += [Arm(method, budget) for budget in own]
+    return list(dict.fromkeys(arms))
+
+
+def arms_for(methods: Sequence[str], budgets: Sequence[int], draft_depth: int) -> list[Arm]:
+    """The arms of a benchmark, plain decoding first. Raises `PolicyError` if that baseline is missing."""
+    check_baseline(methods)
+    return expand_arms([BASELINE, *methods], budgets, draft_depth)
+
+
+def check_baseline(methods: Sequence[str]) -> None:
+    """Raise `PolicyError` if plain decoding, which all are compared with, is not among the methods."""
+    if BASELINE not in methods:
+        raise PolicyError(f"speed is compared with plain decoding: add {BASELINE} to the methods {', '.join(methods)}")
+
+
+def policy_of(arm: Arm, num_candidates: int) -> DecodingPolicy:
+    """The policy that decodes an arm; a chain always runs to the draft depth."""
+    return policy_for(arm.method, budget=None if arm.method == "chain" else arm.budget, num_candidates=num_candidates)
+
+
+def rotated(arms: Sequence[Arm], turn: int) -> list[Arm]:
+    """The arms in the order of the given turn: each arm comes first, second, ... equally often over the turns."""
+    start = turn % len(arms)
+    return [*arms[start:], *arms[:start]]
+
+
+def run_prompts(
+    arms: Sequence[Arm], requests: Iterable[tuple[int, Request]], decode: Decoder
+) -> Iterator[tuple[Request, list[Measurement], str | None]]:
+    """All arms on each request in turn: (request, its measurements, None), or (request, [], why it could not be
+    decoded).
+
+    `requests` come with their turn number, so that a resumed run rotates as an undisturbed one would.
+    """
+    for turn, request in requests:
+        measured: list[Measurement] = []
+        for arm in rotated(arms, turn):
+            answer = decode(arm, request)
+            if answer.finish_reason == "error":
+                yield request, [], f"{arm.name}: {answer.error}"
+                break
+            measured.append(to_measurement(arm, answer))
+        else:
+            yield request, measured, None
+
+
+def to_measurement(arm: Arm, answer: Answer) -> Measurement:
+    """The rows of one answer."""
+    is_engine = arm.method != TRANSFORMERS
+    num_rounds = answer.num_rounds
+    raw = RawRow(
+        prompt_id=answer.request.prompt_id,
+        task=answer.request.task,
+        method=arm.method,
+        budget=arm.budget,
+        num_output_tokens=len(answer.token_ids),
+        decode_s=answer.decode_s,
+        prefill_s=answer.prefill_s,
+        num_rounds=num_rounds,
+        mat=sum(answer.acceptance_lengths) / num_rounds if num_rounds else None,
+        draft_ms=answer.stages.draft_ms if is_engine else None,
+        build_ms=answer.stages.build_ms if is_engine else None,
+        verify_ms=answer.stages.verify_ms if is_engine else None,
+        commit_ms=answer.stages.commit_ms if is_engine else None,
+    )
+    output = OutputRow(
+        prompt_id=answer.request.prompt_id,
+        method=arm.method,
+        budget=arm.budget,
+        output_token_ids=answer.token_ids,
+        acceptance_lengths=answer.acceptance_lengths,
+        num_drafted=answer.num_drafted,
+    )
+    return Measurement(raw, output)
+
+
+def summarise(raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> list[SummaryRow]:
+    """The summary of all arms, each over every task and over all prompts; a function of the raw rows alone."""
+    baseline = {row.prompt_id: row for row in raw if row.method == BASELINE}
+    num_drafted = {(row.prompt_id, row.method, row.budget): row.num_drafted for row in outputs}
+    arms = list(dict.fromkeys(sorted((row.arm for row in raw), key=_arm_order)))
+    tasks = sorted({row.task for row in raw})
+    summary: list[SummaryRow] = []
+    for arm in arms:
+        for task in [*tasks, ALL_TASKS]:
+            pairs = [
+                (baseline[row.prompt_id], row)
+                for row in raw
+                if row.arm == arm and task in (row.task, ALL_TASKS) and _is_pair(baseline.get(row.prompt_id), row)
+            ]
+            if pairs:
+                drafted = sum(num_drafted[(row.prompt_id, row.method, row.budget)] for _, row in pairs)
+                summary.append(_summarise_pairs(arm, task, pairs, drafted))
+    return summary
+
+
+def _arm_order(arm: Arm) -> tuple[int, str, int]:
+    order = {BASELINE: 0, TRANSFORMERS: 1, "chain": 2}
+    return order.get(arm.method, 3), arm.method, arm.budget
+
+
+def _is_pair(plain: RawRow | None, row: RawRow) -> bool:
+    # An answer of one token was finished by the prefill: nothing was decoded, so there is no time to compare.
+    return plain is not None and plain.num_decoded > 0 and row.num_decoded > 0
+
+
+def _summarise_pairs(arm: Arm, task: str, pairs: list[tuple[RawRow, RawRow]], num_drafted: int) -> SummaryRow:
+    plain = np.array([[first.decode_s, first.num_decoded] for first, _ in pairs], np.float64)
+    own = np.array([[second.decode_s, second.num_decoded] for _, second in pairs], np.float64)
+    low, high = bootstrap_interval(plain, own)
+    num_rounds = sum(row.num_rounds for _, row in pairs)
+    decoded_s, num_decoded = own.sum(axis=0)
+    return SummaryRow(
+        method=arm.method,
+        budget=arm.budget,
+        task=task,
+        speedup=paired_ratio(plain, own),
+        speedup_low=low,
+        speedup_high=high,
+        mat=num_decoded / num_rounds if num_rounds else None,
+        tokens_per_s=num_decoded / decoded_s,
+        mean_budget=num_drafted / num_rounds if num_rounds else 0.0,
+        num_prompts=len(pairs),
+    )
+
+
+def paired_ratio(plain: FloatArray, own: FloatArray) -> float:
+    """Plain decoding's seconds per token over the arm's; both [prompts, 2]: seconds and tokens of the same prompts."""
+    plain_s, plain_tokens = plain.sum(axis=0)
+    own_s, own_tokens = own.sum(axis=0)
+    return float((plain_s / plain_tokens) / (own_s / own_tokens))
+
+
+def bootstrap_interval(plain: FloatArray, own: FloatArray, coverage: float = 0.95) -> tuple[float, float]:
+    """Bounds of the middle `coverage` of `paired_ratio` when prompts are drawn again with replacement (fixed seed)."""
+    random = np.random.default_rng(BOOTSTRAP_SEED)
+    drawn = random.integers(0, len(plain), size=(NUM_RESAMPLES, len(plain)))
+    plain_sums, own_sums = plain[drawn].sum(axis=1), own[drawn].sum(axis=1)
+    ratios = (plain_sums[:, 0] / plain_sums[:, 1]) / (own_sums[:, 0] / own_sums[:, 1])
+    tail = (1.0 - coverage) / 2
+    low, high = np.quantile(ratios, [tail, 1.0 - tail])
+    return float(low), float(high)
+
+
+def count_differing(outputs: Sequence[OutputRow]) -> dict[Arm, int]:
+    """For each arm, on how many prompts its tokens are not plain decoding's (possible in bfloat16, at near ties)."""
+    plain = {row.prompt_id: row.output_token_ids for row in outputs if row.method == BASELINE}
+    counts: dict[Arm, int] = {}
+    for row in outputs:
+        arm = Arm(row.method, row.budget)
+        counts[arm] = counts.get(arm, 0) + (row.output_token_ids != plain.get(row.prompt_id))
+    return counts
+
+
+def render_markdown(summary: Sequence[SummaryRow], raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> str:
+    """`summary.md`: the summary's rows, then what a round costs and how end-to-end time compares, over all prompts."""
+    columns = list(SummaryRow.__dataclass_fields__)
+    lines = [_table_line(columns), _table_line(["---"] * len(columns))]
+    lines += [_table_line([_shown(value) for value in asdict(row).values()]) for row in summary]
+    lines += [
+        "",
+        "speedup: seconds per token of plain decoding over the arm's, summed over the same prompts, prefill excluded; "
+        "low and high: 95 % bootstrap interval over prompts. mat: tokens committed per round, bonus token included. "
+        "A best budget read off this table was chosen on the prompts it is measured on.",
+        "",
+        "Milliseconds per round, and the same comparison with the prefill's time included:",
+        "",
+    ]
+    stages = [
+        "method",
+        "budget",
+        "draft",
+        "build",
+        "verify",
+        "commit",
+        "end_to_end_speedup",
+        "differs_from_plain",
+    ]
+    lines += [_table_line(stages), _table_line(["---"] * len(stages))]
+    lines += [_table_line(_stage_cells(arm, raw, outputs)) for arm in _ordered_arms(summary)]
+    return "\n".join(lines) + "\n"
+
+
+def _ordered_arms(summary: Sequence[SummaryRow]) -> list[Arm]:
+    return list(dict.fromkeys(Arm(row.method, row.budget) for row in summary))
+
+
+def _stage_cells(arm: Arm, raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> list[str]:
+    rows = {row.prompt_id: row for row in raw if row.arm == arm}
+    plain = {row.prompt_id: row for row in raw if row.method == BASELINE and row.prompt_id in rows}
+    num_rounds = sum(row.num_rounds for row in rows.values())
+    cells = [arm.method, str(arm.budget)]
+    for stage in ("draft_ms", "build_ms", "verify_ms", "commit_ms"):
+        times = [getattr(row, stage) for row in rows.values()]
+        known = num_rounds > 0 and None not in times
+        cells.append(_shown(sum(times) / num_rounds) if known else "")
+    cells.append(_shown(paired_ratio(_end_to_end(plain.values()), _end_to_end(rows[key] for key in plain))))
+    cells.append(str(count_differing(outputs).get(arm, 0)))
+    return cells
+
+
+def _end_to_end(rows: Iterable[RawRow]) -> FloatArray:
+    return np.array([[row.prefill_s + row.decode_s, row.num_output_tokens] for row in rows], np.float64)
+
+
+def _table_line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

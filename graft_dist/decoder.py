@@ -1,0 +1,56 @@
+"""A target with its drafter, loaded together as a configuration says: what every command and job starts with."""
+
+from __future__ import annotations
+
+from graft_dist.config import TargetConfig
+from graft_dist.drafter import DFlashDrafter
+from graft_dist.engine import Engine
+from graft_dist.policy import METHODS, DecodingPolicy
+from graft_dist.target import Target
+
+UNDRAFTED_METHODS = ("plain",)
+"""Methods that need no drafter."""
+
+
+def load_decoder(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDrafter | None]:
+    """Load the target, and its drafter when one of `methods` drafts; without `methods` both are loaded.
+
+    Raises `TargetError` or `DrafterError` with one sentence when one of them is missing or the two do not fit.
+    """
+    target = Target.load(
+        config.target,
+        revision=config.revision,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+    )
+    if methods and not needs_drafter(*methods):
+        return target, None
+    return target, DFlashDrafter.load(config.drafter, target, revision=config.drafter_revision)
+
+
+def needs_drafter(*methods: str) -> bool:
+    """Whether any of the methods drafts."""
+    return any(method in METHODS and method not in UNDRAFTED_METHODS for method in methods)
+
+
+def new_engine(
+    config: TargetConfig,
+    target: Target,
+    drafter: DFlashDrafter | None,
+    policy: DecodingPolicy,
+    *,
+    max_slots: int | None = None,
+    record: bool = False,
+) -> Engine:
+    """An engine with the configuration's limits; `max_slots` overrides the configured number."""
+    limit_bytes = None if config.memory_limit_gb is None else int(config.memory_limit_gb * 1e9)
+    return Engine(
+        target,
+        drafter,
+        policy,
+        max_slots=max_slots or config.max_slots,
+        max_length=min(config.max_length, target.max_position_embeddings),
+        memory_limit_bytes=limit_bytes,
+        record=record,
+    )

@@ -1,0 +1,213 @@
+"""transformers' own `generate` as an independent opinion: what to say after a prompt, and how fast.
+
+The unmodified model, loaded apart from the engine's, with transformers' attention, cache, stopping rules and logits
+processors. At temperature 0 it is plain `generate(do_sample=False)`. Above 0 it is the same loop, in which one more
+logits processor turns the engine's random number for (seed, output position) into a token by inverse CDF.
+
+Not covered: stop strings.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from graft_dist.config import TargetConfig
+from graft_dist.counter_random import uniform
+from graft_dist.generate import Answer, Request
+from graft_dist.sampling import SamplingParams
+from graft_dist.target import DTYPES, Target, locate
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the reference saw when it chose a token.
+
+    scores: [V], the logits after penalties (greedy) or the probabilities (sampled). top_logit: the highest logit,
+    before
+        temperature. number: the random number that the probabilities were read with; None for greedy.
+    """
+
+    scores: NDArray[np.float64]
+    top_logit: float
+    number: float | None
+
+    def margin(self, token: int) -> float:
+        """How far the decision was from `token`: in logits (greedy), or in probability mass (sampled)."""
+        if self.number is None:
+            return float(self.scores.max() - self.scores[token])
+        high = float(self.scores[: token + 1].sum())
+        low = high - float(self.scores[token])
+        if low == high:
+            return math.inf  # the reference had ruled the token out
+        return max(low - self.number, self.number - high, 0.0)
+
+
+class Reference:
+    """One transformers causal LM as the judge, one prompt at a time; it must not be the engine's own object."""
+
+    def __init__(self, model: Any, params: SamplingParams, eos_token_ids: Sequence[int]) -> None:
+        if not params.is_greedy and params.seed is None:
+            raise ValueError("above temperature 0 the reference needs a seed")
+        self.model = model.eval()
+        # A model's own generation config may carry sampling defaults and penalties, which generate() would merge in.
+        self.model.generation_config = GenerationConfig()
+        self.params = params
+        self.stop_token_ids = sorted(params.stop_set(eos_token_ids))
+
+    @classmethod
+    def load(cls, config: TargetConfig, target: Target, params: SamplingParams) -> Reference:
+        """Load the configured target a second time, with transformers' default attention, in `target`'s dtype."""
+        model = AutoModelForCausalLM.from_pretrained(
+            locate(config.target),
+            revision=config.revision,
+            dtype=DTYPES[config.dtype],
+            trust_remote_code=config.trust_remote_code,
+            device_map={"": target.device} if target.device.type == "cuda" else None,
+        )
+        return cls(model, params, target.eos_token_ids)
+
+    def generate(self, prompt_ids: Sequence[int], output_ids: Sequence[int], limit: int) -> list[int]:
+        """The tokens that follow `output_ids`, at most `limit`, ending with the first stop token."""
+        return self._run(prompt_ids, output_ids, limit, _Chooser(self.params, len(prompt_ids)))
+
+    def decide(self, prompt_ids: Sequence[int], output_ids: Sequence[int], num_steps: int) -> Decision:
+        """The decision behind the last of `num_steps` tokens that follow `output_ids`."""
+        chooser = _Chooser(self.params, len(prompt_ids))
+        self._run(prompt_ids, output_ids, num_steps, chooser)
+        assert chooser.decision is not None
+        return chooser.decision
+
+    def answer(self, request: Request, limit: int) -> Answer:
+        """Answer with at most `limit` tokens, nothing added to transformers' loop but a clock at each token."""
+        clock = _TokenClock()
+        started = time.perf_counter()
+        token_ids = self._run(request.token_ids, [], limit, None, clock)
+        first, last = clock.token_times[0], clock.token_times[-1]
+        is_stopped = token_ids[-1] in self.stop_token_ids
+        return Answer(
+            request=request,
+            token_ids=token_ids,
+            text="",
+            finish_reason="stop" if is_stopped else "length",
+            error=None,
+            acceptance_lengths=[1] * (len(token_ids) - 1),
+            num_drafted=0,
+            prefill_s=first - started,
+            decode_s=last - first,
+        )
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        limit: int,
+        chooser: _Chooser | None,
+        streamer: BaseStreamer | None = None,
+    ) -> list[int]:
+        ids = torch.tensor([[*prompt_ids, *output_ids]], device=self.model.device)
+        settings = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=limit,
+            eos_token_id=self.stop_token_ids or None,
+            pad_token_id=self.stop_token_ids[0] if self.stop_token_ids else 0,
+        )
+        processors = _processors(self.params, len(prompt_ids))
+        produced = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList(processors if chooser is None else [*processors, chooser]),
+            streamer=streamer,
+        )
+        return produced[0, ids.shape[1] :].tolist()
+
+
+class _TokenClock(BaseStreamer):
+    """Notes when each new token became known."""
+
+    def __init__(self) -> None:
+        self.token_times: list[float] = []
+        self._has_prompt = False
+
+    def put(self, value: Any) -> None:
+        if self._has_prompt:
+            self.token_times.append(time.perf_counter())
+        self._has_prompt = True  # what comes first is the prompt itself
+
+    def end(self) -> None:
+        pass
+
+
+def _processors(params: SamplingParams, prompt_length: int) -> list[LogitsProcessor]:
+    """transformers' processors for `params`, in the order in which sampling applies them."""
+    found: list[LogitsProcessor] = []
+    if params.repetition_penalty != 1.0:
+        found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        found.append(_OutputPenalties(params.presence_penalty, params.frequency_penalty, prompt_length))
+    if params.is_greedy:
+        return found
+    found.append(TemperatureLogitsWarper(params.temperature))
+    if params.top_k > 0:
+        found.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1.0:
+        found.append(TopPLogitsWarper(params.top_p))
+    if params.min_p > 0.0:
+        found.append(MinPLogitsWarper(params.min_p))
+    return found
+
+
+class _OutputPenalties(LogitsProcessor):
+    """Presence and frequency penalties over the output tokens, which transformers itself does not have."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        output = input_ids[0, self.prompt_length :]
+        counts = torch.bincount(output, minlength=scores.shape[1]).to(scores.dtype)
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class _Chooser(LogitsProcessor):
+    """Keeps the last decision, and above temperature 0 turns the seeded draw into the only possible token."""
+
+    def __init__(self, params: SamplingParams, prompt_length: int) -> None:
+        self.params, self.prompt_length = params, prompt_length
+        self.decision: Decision | None = None
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if self.params.is_greedy:
+            values = scores[0].double().cpu().numpy()
+            self.decision = Decision(values, float(values.max()), None)
+            return scores
+        assert self.params.seed is not None
+        number = uniform(self.params.seed, input_ids.shape[1] - self.prompt_length)
+        probabilities = torch.softmax(scores[0].double(), dim=-1).cpu().numpy()
+        top_logit = float(scores[0].max()) * self.params.temperature
+        self.decision = Decision(probabilities, top_logit, number)
+        token = int(np.searchsorted(np.cumsum(probabilities), number, side="right"))
+        chosen = torch.full_like(scores, -math.inf)
+        chosen[0, min(token, len(probabilities) - 1)] = 0.0
+        return chosen

@@ -1,0 +1,159 @@
+"""`graft bench`: load once, let the arms take turns, keep every row, summarise."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graft_dist.bench import (
+    ALL_TASKS,
+    BASELINE,
+    TRANSFORMERS,
+    Arm,
+    Decoder,
+    Measurement,
+    SummaryRow,
+    arms_for,
+    check_baseline,
+    policy_of,
+    run_prompts,
+)
+from graft_dist.config import TargetConfig
+from graft_dist.decoder import load_decoder, new_engine
+from graft_dist.drafter import DFlashDrafter
+from graft_dist.errors import PolicyError
+from graft_dist.generate import Answer, Request, answer_all
+from graft_dist.policy import plain
+from graft_dist.prompts import BadPrompt, Prompt
+from graft_dist.reference import Reference
+from graft_dist.sampling import SamplingParams
+from graft_dist.target import Target
+from jobs.bench_folder import BenchFolder
+from jobs.generate_command import report_failures, to_requests
+from jobs.provenance import commit, machine, provenance
+
+
+def run_bench(
+    config: TargetConfig,
+    prompts: Sequence[Prompt | BadPrompt],
+    methods: Sequence[str],
+    budgets: Sequence[int],
+    params: SamplingParams,
+    num_warmup: int,
+    out: Path,
+) -> int:
+    """Measure; returns the exit code: 0, or 1 if some prompt could not be measured on every arm."""
+    check_baseline(methods)
+    if TRANSFORMERS in methods and not params.is_greedy:
+        raise PolicyError(
+            f"the method {TRANSFORMERS} is transformers' greedy generate: leave it out above temperature 0"
+        )
+    target, drafter = load_decoder(config, *methods)
+    arms = arms_for(methods, budgets, drafter.draft_depth if drafter else 0)
+    folder = BenchFolder(out, arms)
+    folder.open(_settings(config, prompts, arms, params, target, drafter), provenance())
+    requests, failed = to_requests(prompts, target.tokenizer, config)
+    decode = _make_decoder(config, target, drafter, arms, params)
+    waiting = [(turn, request) for turn, request in enumerate(requests) if request.prompt_id not in folder.done_prompts]
+    _warm_up(arms, [request for _, request in waiting[:num_warmup]], decode)
+    exit_code = report_failures(failed)
+    for request, measured, problem in run_prompts(arms, waiting, decode):
+        if problem is not None:
+            print(f"graft: {request.prompt_id} was left out: {problem}", file=sys.stderr, flush=True)
+            exit_code = 1
+            continue
+        folder.append(measured)
+        print(_progress_line(len(folder.done_prompts), len(requests), request, measured), file=sys.stderr, flush=True)
+    summary, _ = folder.finish()
+    print(render_overall(summary))
+    print(f"rows, summary and tables of each task: {out}", file=sys.stderr)
+    return exit_code
+
+
+def _make_decoder(
+    config: TargetConfig,
+    target: Target,
+    drafter: DFlashDrafter | None,
+    arms: Sequence[Arm],
+    params: SamplingParams,
+) -> Decoder:
+    """One engine of one slot whose policy is swapped between the arms that draft.
+
+    Plain decoding has an engine without a drafter, so that the baseline does not pay for taps that nobody reads.
+    """
+    engine = new_engine(config, target, drafter, plain(), max_slots=1)
+    plain_engine = new_engine(config, target, None, plain(), max_slots=1)
+    policies = {arm: policy_of(arm, config.num_candidates) for arm in arms if arm.method != TRANSFORMERS}
+    is_asked = any(arm.method == TRANSFORMERS for arm in arms)
+    reference = Reference.load(config, target, params) if is_asked else None
+
+    def decode(arm: Arm, request: Request) -> Answer:
+        if reference is not None and arm.method == TRANSFORMERS:
+            room = engine.max_length - len(request.token_ids)
+            return reference.answer(request, min(params.max_new_tokens, room))
+        if arm.method == BASELINE:
+            return next(answer_all(plain_engine, [request], params))
+        engine.policy = policies[arm]
+        return next(answer_all(engine, [request], params))
+
+    return decode
+
+
+def _warm_up(arms: Sequence[Arm], requests: Sequence[Request], decode: Decoder) -> None:
+    """Compile, grow caches, touch memory; the rows are dropped and the prompts measured again."""
+    for _ in run_prompts(arms, list(enumerate(requests)), decode):
+        pass
+
+
+def _settings(
+    config: TargetConfig,
+    prompts: Sequence[Prompt | BadPrompt],
+    arms: Sequence[Arm],
+    params: SamplingParams,
+    target: Target,
+    drafter: DFlashDrafter | None,
+) -> dict[str, Any]:
+    """What two runs must share for their rows to stand in one table."""
+    listed = json.dumps([asdict(prompt) for prompt in prompts], ensure_ascii=False).encode()
+    return {
+        "config": config.model_dump(mode="json"),
+        "arms": [asdict(arm) for arm in arms],
+        "sampling": asdict(params),
+        "prompts_sha256": hashlib.sha256(listed).hexdigest(),
+        "num_prompts": len(prompts),
+        "target_fingerprint": target.fingerprint,
+        "drafter_fingerprint": drafter.fingerprint if drafter else None,
+        "threads": torch.get_num_threads(),
+        "cpu": machine()["cpu"],
+        "commit": commit(),
+    }
+
+
+def _progress_line(num_done: int, total: int, request: Request, measured: Sequence[Measurement]) -> str:
+    rates = [
+        f"{row.arm.name} {row.num_decoded / row.decode_s:.1f}"
+        for row in sorted((measurement.raw for measurement in measured), key=lambda row: (row.method, row.budget))
+        if row.decode_s > 0
+    ]
+    return f"{num_done} of {total}: {request.prompt_id}: tokens/s: {', '.join(rates)}"
+
+
+def render_overall(summary: Sequence[SummaryRow]) -> str:
+    """The rows over all prompts, aligned for a terminal."""
+    lines = [f"{'method':<10}{'budget':>7}{'speedup':>9}{'95 % interval':>17}{'MAT':>7}{'tokens/s':>10}{'prompts':>9}"]
+    for row in summary:
+        if row.task == ALL_TASKS:
+            interval = f"{row.speedup_low:.2f} to {row.speedup_high:.2f}"
+            mat = "" if row.mat is None else f"{row.mat:.2f}"
+            lines.append(
+                f"{row.method:<10}{row.budget:>7}{row.speedup:>9.2f}{interval:>17}{mat:>7}{row.tokens_per_s:>10.1f}"
+                f"{row.num_prompts:>9}"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,362 @@
+"""The `graft` command: options in, exit codes out; the work is in the `*_command.py` modules and in `storage`.
+
+Exit codes: 0 done; 1 work is missing or an audit failed; 2 the command cannot be carried out as given (one sentence on
+stderr); 130 interrupted. Heavy imports happen inside the commands, so that `graft --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.exceptions import TyperException
+
+from graft_dist import __version__
+from graft_dist.config import TargetConfig, load_config, targets_folder
+from graft_dist.errors import GraftError, PolicyError, PromptError
+
+if TYPE_CHECKING:
+    from graft_dist.prompts import BadPrompt, Prompt
+    from graft_dist.sampling import SamplingParams
+
+app = typer.Typer(
+    name="graft",
+    help="Decode a language model with draft trees: same text, fewer passes of the model.\n\n"
+    "Start with: graft generate --config smollm2-135m --prompt 'Name three colours.'",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class DtypeName(StrEnum):
+    """Number formats that a target is computed in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class DeviceName(StrEnum):
+    """Where a target is computed."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class TableFormat(StrEnum):
+    """How `graft query` prints."""
+
+    table = "table"
+    csv = "csv"
+    json = "json"
+
+
+Config = Annotated[str, typer.Option(help="Target to decode with: a YAML file, or a name that `graft targets` lists.")]
+PromptFile = Annotated[Path, typer.Option(help="JSONL file, one object a line: id, task, turns.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")]
+Methods = Annotated[str, typer.Option(help="Comma-separated: plain, chain, ddtree.")]
+Budgets = Annotated[
+    str | None, typer.Option(help="Comma-separated numbers of draft nodes per round, for methods that take a budget.")
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="End an answer after so many tokens.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token; above, tokens are sampled.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that hold this much probability.")]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from so many likeliest tokens; 0 means all.")]
+MinP = Annotated[float, typer.Option(help="Sample from tokens at least this fraction as likely as the likeliest.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens of prompt and answer become less likely.")]
+PresencePenalty = Annotated[float, typer.Option(help="Subtracted from the logits of tokens in the answer.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted once per time that a token is in the answer.")]
+Seed = Annotated[int, typer.Option(help="Above temperature 0: same seed, same text, whatever the method.")]
+Slots = Annotated[int, typer.Option(min=1, help="Prompts decoded together.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; the default is the config's, then PyTorch's.")]
+Dtype = Annotated[DtypeName | None, typer.Option(help="Number format instead of the config's.")]
+Device = Annotated[DeviceName | None, typer.Option(help="Device instead of the config's.")]
+Drafter = Annotated[str | None, typer.Option(help="Drafter instead of the config's: a folder or a Hugging Face id.")]
+
+
+@app.command()
+def generate(
+    config: Config,
+    prompt: Annotated[str | None, typer.Option(help="Text to answer.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts to answer instead.")] = None,
+    method: Annotated[
+        str, typer.Option(help="plain, chain or ddtree: how to decode; the text is the same.")
+    ] = "ddtree",
+    budget: Annotated[int | None, typer.Option(min=0, help="Draft nodes per round; default: the config's.")] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text; without one each run draws its own.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(help="End after this token; may be given several times.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end token.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write a JSON object per prompt here instead of text.")] = None,
+    limit: Limit = None,
+    slots: Slots = 1,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    drafter: Drafter = None,
+) -> None:
+    """Answer a prompt on the terminal, or a file of prompts into a JSONL file."""
+    settings = _read_config(config, dtype, device, drafter)
+    if (prompt is None) == (prompts is None):
+        raise PromptError("give either --prompt TEXT or --prompts FILE.jsonl")
+    found = _one_prompt(prompt) if prompt is not None else _read_prompts(prompts, limit)
+    from graft_dist.policy import policy_for
+
+    policy = policy_for(method, budget=_budget(method, budget, settings), num_candidates=settings.num_candidates)
+    params = _sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+    )
+    _prepare_torch(settings, threads)
+    from jobs.generate_command import run_generate
+
+    raise typer.Exit(run_generate(settings, found, policy, params, out, slots))
+
+
+@app.command()
+def audit(
+    config: Config,
+    prompts: PromptFile,
+    methods: Methods = "plain,chain,ddtree",
+    budgets: Budgets = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    seed: Seed = 0,
+    near_tie: Annotated[
+        float, typer.Option(min=0.0, help="bfloat16: a near tie is at most so many grid spacings of the top logit.")
+    ] = 4.0,
+    out: Annotated[Path | None, typer.Option(help="Write the report as JSON here too.")] = None,
+    limit: Limit = None,
+    slots: Slots = 1,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    drafter: Drafter = None,
+) -> None:
+    """Compare every method's answers with transformers' own generate; exit 1 if one of them is not lossless."""
+    settings = _read_config(config, dtype, device, drafter)
+    names = _methods(methods)
+    chosen = _budgets(budgets, [max(settings.budget, 1)])
+    found = _read_prompts(prompts, limit)
+    params = _sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+    )
+    _prepare_torch(settings, threads)
+    from jobs.audit_command import run_audit
+
+    raise typer.Exit(run_audit(settings, found, names, chosen, params, slots, near_tie, out))
+
+
+@app.command()
+def bench(
+    config: Config,
+    prompts: PromptFile,
+    out: Annotated[Path, typer.Option(help="Folder for rows and summary; an interrupted run there is continued.")],
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated: plain, chain, ddtree; hf is transformers' own greedy generate.")
+    ] = "plain,chain,ddtree",
+    budgets: Budgets = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    warmup: Annotated[int, typer.Option(min=0, help="Prompts decoded by every arm before measuring.")] = 1,
+    limit: Limit = None,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    drafter: Drafter = None,
+) -> None:
+    """Measure methods against plain decoding, prompt by prompt in turns, and write rows and a summary."""
+    settings = _read_config(config, dtype, device, drafter)
+    names = _methods(methods, extra=("hf",))
+    chosen = _budgets(budgets, [budget for budget in settings.budgets if budget > 0])
+    found = _read_prompts(prompts, limit)
+    params = _sampling(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+    )
+    _prepare_torch(settings, threads)
+    from jobs.bench_command import run_bench
+
+    raise typer.Exit(run_bench(settings, found, names, chosen, params, warmup, out))
+
+
+@app.command()
+def query(
+    sql: Annotated[str, typer.Argument(help="SQL over the views sequences and rounds, or the name of a stored query.")],
+    store: Annotated[str, typer.Option(help="Trajectory store: a folder or an object store's URI.")],
+    format: Annotated[TableFormat, typer.Option(help="How to print the answer.")] = TableFormat.table,
+) -> None:
+    """Ask a trajectory store a question in SQL, also while a job writes to it."""
+    from storage.query import query as answer
+
+    print(answer(store, sql, format.value))
+
+
+@app.command()
+def targets() -> None:
+    """List the targets that come with the project."""
+    for file in sorted(targets_folder().glob("*.yaml")):
+        settings = load_config(file)
+        print(f"{file.stem:<22} {settings.target}, drafter {settings.drafter}, {settings.dtype} on {settings.device}")
+
+
+@app.command()
+def version() -> None:
+    """Print the version of graft-dist."""
+    print(__version__)
+
+
+def _read_config(source: str, dtype: DtypeName | None, device: DeviceName | None, drafter: str | None) -> TargetConfig:
+    """The configuration with the command line's overrides; a drafter given by hand may be any folder name."""
+    settings = load_config(source)
+    overrides: dict[str, Any] = {}
+    if dtype is not None:
+        overrides["dtype"] = dtype.value
+    if device is not None:
+        overrides["device"] = device.value
+    if drafter is not None:
+        overrides |= {"drafter": drafter, "drafter_revision": None}
+    return settings.model_copy(update=overrides)
+
+
+def _read_prompts(path: Path | None, limit: int | None) -> list[Prompt | BadPrompt]:
+    from graft_dist.prompts import read_prompts
+
+    assert path is not None
+    found = read_prompts(path)[:limit]
+    if not found:
+        raise PromptError(f"the prompt file {path} holds no prompts")
+    return found
+
+
+def _one_prompt(text: str) -> list[Prompt | BadPrompt]:
+    from graft_dist.prompts import Prompt
+
+    if not text.strip():
+        raise PromptError("--prompt is empty: give the text to answer")
+    return [Prompt("prompt", "other", (text,))]
+
+
+def _methods(listed: str, extra: tuple[str, ...] = ()) -> list[str]:
+    from graft_dist.policy import METHODS
+
+    allowed = (*METHODS, *extra)
+    names = [name.strip() for name in listed.split(",")]
+    for name in names:
+        if name not in allowed:
+            raise PolicyError(f"unknown method {name!r} in --methods: choose from {', '.join(allowed)}")
+    return list(dict.fromkeys(names))
+
+
+def _budgets(listed: str | None, default: list[int]) -> list[int]:
+    if listed is None:
+        return default
+    try:
+        budgets = [int(part) for part in listed.split(",")]
+    except ValueError:
+        budgets = []
+    if not budgets or min(budgets) < 1 or max(budgets) > 4096:
+        raise PolicyError(f"--budgets is {listed!r}, allowed are whole numbers from 1 to 4096 with commas between them")
+    return budgets
+
+
+def _budget(method: str, budget: int | None, settings: TargetConfig) -> int | None:
+    if method == "ddtree" and budget is None:
+        return settings.budget
+    if budget is not None and budget > 4096:
+        raise PolicyError(f"--budget is {budget}, allowed is a whole number up to 4096")
+    return budget
+
+
+def _sampling(**fields: Any) -> SamplingParams:
+    from graft_dist.sampling import SamplingParams
+
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        raise GraftError(str(error)) from error
+
+
+def _prepare_torch(settings: TargetConfig, threads: int | None) -> None:
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    number = threads or settings.threads
+    if number is not None:
+        torch.set_num_threads(number)
+
+
+def main() -> None:
+    """Run the command line; what a user can mend is one sentence on stderr."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(args=arguments or ["--help"], prog_name="graft", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except GraftError as error:
+        print(f"graft: {error}", file=sys.stderr)
+        return 2
+    except TyperException as error:
+        print(f"graft: {error.format_message()}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("graft: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    main()

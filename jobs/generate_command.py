@@ -1,0 +1,112 @@
+"""`graft generate`: answers on the terminal as they arrive, or as JSON lines in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from graft_dist.config import TargetConfig
+from graft_dist.decoder import load_decoder, new_engine
+from graft_dist.errors import GraftError
+from graft_dist.generate import Answer, Request, answer_all, failed_answer, to_request
+from graft_dist.policy import DecodingPolicy
+from graft_dist.prompts import BadPrompt, ChatTokenizer, Prompt
+from graft_dist.sampling import SamplingParams
+from jobs.bench_folder import write_aside
+
+
+def run_generate(
+    config: TargetConfig,
+    prompts: Sequence[Prompt | BadPrompt],
+    policy: DecodingPolicy,
+    params: SamplingParams,
+    out: Path | None,
+    slots: int,
+) -> int:
+    """Answer the prompts; returns the exit code: 0, or 1 if some prompt could not be answered.
+
+    Without `out`, answers go to the terminal one after the other, whatever `slots` says.
+    """
+    if out is not None and not out.absolute().parent.is_dir():
+        raise GraftError(f"--out is {out}, but there is no folder {out.absolute().parent}")
+    target, drafter = load_decoder(config, policy.name)
+    engine = new_engine(config, target, drafter, policy, max_slots=1 if out is None else slots)
+    requests, answers = to_requests(prompts, target.tokenizer, config)
+    if out is None:
+        printer = _Printer(several=len(prompts) > 1)
+        answers += printer.print_all(answer_all(engine, requests, params, on_text=printer.print_text))
+    else:
+        answers += _with_progress(answer_all(engine, requests, params), len(requests))
+        by_id = {answer.request.prompt_id: answer for answer in answers}
+        rows = [json.dumps(by_id[prompt.id].to_row(), ensure_ascii=False) for prompt in prompts]
+        write_aside(out, "".join(f"{row}\n" for row in rows))
+    return report_failures(answers)
+
+
+def report_failures(answers: Sequence[Answer]) -> int:
+    """Name the prompts without an answer on stderr; returns 1 if there are any, else 0."""
+    failed = [answer for answer in answers if answer.finish_reason == "error"]
+    for answer in failed:
+        print(f"graft: no answer to {answer.request.prompt_id}: {answer.error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def to_requests(
+    prompts: Sequence[Prompt | BadPrompt], tokenizer: ChatTokenizer, config: TargetConfig
+) -> tuple[list[Request], list[Answer]]:
+    """Render the prompts; those that cannot be rendered come back as failed answers."""
+    requests: list[Request] = []
+    failed: list[Answer] = []
+    for prompt in prompts:
+        try:
+            requests.append(to_request(prompt, tokenizer, config))
+        except GraftError as error:
+            task = prompt.task if isinstance(prompt, Prompt) else "other"
+            failed.append(failed_answer(Request(prompt.id, task, []), str(error)))
+    return requests, failed
+
+
+def describe(answer: Answer) -> str:
+    """One line of numbers about an answer; rates are over the rounds, the prompt's own pass excluded."""
+    num_decoded = sum(answer.acceptance_lengths)
+    line = f"{len(answer.token_ids)} tokens, prefill {answer.prefill_s:.2f} s, decoding {answer.decode_s:.2f} s"
+    if num_decoded and answer.decode_s > 0:
+        rate, mat = num_decoded / answer.decode_s, num_decoded / answer.num_rounds
+        line += f" ({rate:.1f} tokens/s), {answer.num_rounds} rounds, MAT {mat:.2f}"
+    return f"{line}, finished by {answer.finish_reason}"
+
+
+class _Printer:
+    """Text to stdout as it arrives, numbers about each answer to stderr."""
+
+    def __init__(self, several: bool) -> None:
+        self.several = several
+        self.current: str | None = None
+
+    def print_text(self, request: Request, text: str) -> None:
+        if self.several and request.prompt_id != self.current:
+            print(f"== {request.prompt_id}")
+        self.current = request.prompt_id
+        print(text, end="", flush=True)
+
+    def print_all(self, arriving: Iterable[Answer]) -> list[Answer]:
+        answers: list[Answer] = []
+        for answer in arriving:
+            if answer.finish_reason != "error":
+                print(flush=True)
+                print(f"[{describe(answer)}]", file=sys.stderr, flush=True)
+            answers.append(answer)
+        return answers
+
+
+def _with_progress(arriving: Iterable[Answer], total: int) -> list[Answer]:
+    answers: list[Answer] = []
+    for answer in arriving:
+        answers.append(answer)
+        if sys.stderr.isatty():
+            print(f"\r{len(answers)} of {total} prompts", end="", file=sys.stderr, flush=True)
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    print(f"\r{len(answers)} prompts answered, {num_tokens} tokens", file=sys.stderr)
+    return answers

@@ -1,0 +1,83 @@
+"""Where and with what something was measured: machine, versions, commit, command line. JSON-ready, for people to read.
+
+Works anywhere; what cannot be found out is None.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("graft-dist", "torch", "transformers", "numba", "numpy", "ray", "duckdb", "deltalake")
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, package versions, commit and command of this process."""
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "commit": commit(),
+        "machine": machine(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The hardware that decides speed. `torch_threads` is what this process uses."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "memory_gb": _memory_gb(),
+        "gpus": gpus,
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout this code runs from, with "-dirty" when tracked files differ; None outside of one."""
+    folder = Path(__file__).resolve().parent
+    head = _git(folder, "rev-parse", "HEAD")
+    if head is None:
+        return None
+    return f"{head}-dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else head
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else None
+
+
+def _memory_gb() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    except (OSError, ValueError, AttributeError):
+        return None
