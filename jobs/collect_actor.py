@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from graft_dist.decoder import load_decoder
 from graft_dist.dense import dense_rounds
@@ -89,6 +90,7 @@ class CollectActor:
 def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
     """Load target, drafter and engine as `plan` says. Raises `TargetError`, `DrafterError` or `PolicyError`."""
     torch.set_num_threads(plan.num_threads)
+    disable_progress_bar()  # a hundred lines in the job's log, from every actor
     spec, config = plan.spec, plan.spec.config
     # Dense rounds ask the drafter also where no round drafts.
     target, drafter = load_decoder(config, "ddtree" if spec.dense else spec.method)

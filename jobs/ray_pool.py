@@ -49,7 +49,7 @@ class RayPool:
 
     def __init__(self, plan: ActorPlan, settings: PoolSettings) -> None:
         self._settings = settings
-        self._plan = ray.put(plan)
+        self._plan = plan  # by value: an actor that restarts must not depend on an object in the store
         self._remote = ray.remote(
             num_cpus=settings.num_cpus, num_gpus=settings.num_gpus, max_restarts=-1, max_task_retries=0
         )(CollectActor)
