@@ -9,7 +9,7 @@
 The rules of writing are in `trajectories`, those of reading in `query`, the columns in `schema`.
 """
 
-from storage.query import connect, query, query_names, run_query
+from storage.query import connect, query_names, run_query
 from storage.schema import SCHEMA_VERSION, Provenance, UnitKey
 from storage.trajectories import (
     CommitResult,
@@ -33,7 +33,6 @@ __all__ = [
     "UnitKey",
     "connect",
     "new_attempt",
-    "query",
     "query_names",
     "run_query",
 ]
