@@ -499,7 +499,7 @@ class Engine:
         return min(depth, most) if self.policy.num_candidates == 1 or depth == 0 else most
 
     def _catch_up(self, batch: list[_Sequence]) -> None:
-        """Move long pending contexts, all but the last row, into the drafter's cache where padding would be wasteful."""
+        """Move long pending contexts, all but the last row, into the drafter's cache where padding would be a waste."""
         counts = [sequence.num_pending for sequence in batch]
         if len(batch) * max(counts) - sum(counts) <= _PADDING_ROWS:
             return
