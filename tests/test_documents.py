@@ -1,4 +1,4 @@
-"""Commands shown in the documents exist: each flag that a page gives to one of our commands is in that command's help."""
+"""Commands shown in the documents exist: each flag that a page gives to one of our commands is in its help."""
 
 import os
 import re
