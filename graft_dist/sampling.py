@@ -362,18 +362,23 @@ class TextStream:
         """Add output tokens; return the text that is certain now."""
         assert not self._is_stopped, "pushed after a stop string"
         tokens = list(token_ids)
-        text = self._complete_text(tokens)
-        cut = self._find_stop(self._held + text[self._taken :])
-        if cut is None:
-            return TextDelta(self._advance(tokens, text), len(tokens), is_stopped=False)
-        # Some stop string is complete. Which of the new tokens completed the first one?
-        for count in range(1, len(tokens) + 1):
-            text = self._held + self._complete_text(tokens[:count])[self._taken :]
-            cut = self._find_stop(text)
-            if cut is not None:
-                self._is_stopped = True
-                return TextDelta(text[:cut], count, is_stopped=True)
-        raise AssertionError("a stop string was found in all tokens but in no prefix of them")
+        ready, is_complete = self._ready_text(tokens)
+        # Byte-fallback tokenizers decode a whole run of bytes to replacement characters while its end is incomplete:
+        # a stop string may show after one of the tokens and be gone after the next.
+        if self._stop and (not is_complete or self._find_stop(ready) is not None):
+            for count in range(1, len(tokens) + 1):
+                ready_then, _ = self._ready_text(tokens[:count])
+                cut = self._find_stop(ready_then)
+                if cut is not None:
+                    self._is_stopped = True
+                    return TextDelta(ready_then[:cut], count, is_stopped=True)
+        self._tokens += tokens
+        self._taken += len(ready) - len(self._held)
+        if is_complete:
+            self._move_window()
+        num_held = self._num_held(ready)
+        self._held = ready[len(ready) - num_held :]
+        return TextDelta(ready[: len(ready) - num_held], len(tokens), is_stopped=False)
 
     def finish(self) -> str:
         """Return what is still held back at the end of a sequence; nothing after a stop string."""
@@ -384,24 +389,16 @@ class TextStream:
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def _complete_text(self, new_tokens: list[int]) -> str:
-        """Return the text of the window and the new tokens without an incomplete character at its end."""
-        return self._decode(self._tokens[self._start :] + new_tokens).rstrip(_REPLACEMENT)
+    def _ready_text(self, new_tokens: list[int]) -> tuple[str, bool]:
+        """Return the text not given out yet, as far as its characters are complete, and whether all of them are."""
+        window = self._decode(self._tokens[self._start :] + new_tokens)
+        complete = window.rstrip(_REPLACEMENT)
+        return self._held + complete[self._taken :], len(complete) == len(window)
 
     def _find_stop(self, text: str) -> int | None:
         """Return where the earliest stop string begins in `text`, or None."""
         places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
         return min(places, default=None)
-
-    def _advance(self, tokens: list[int], text: str) -> str:
-        """Take in tokens that complete no stop string; return the text to give out."""
-        self._tokens += tokens
-        ready = self._held + text[self._taken :]
-        self._taken = max(self._taken, len(text))
-        num_held = self._num_held(ready)
-        self._held = ready[len(ready) - num_held :]
-        self._move_window(text)
-        return ready[: len(ready) - num_held]
 
     def _num_held(self, text: str) -> int:
         """Return the length of the longest end of `text` that begins a stop string."""
@@ -411,16 +408,13 @@ class TextStream:
                 return length
         return 0
 
-    def _move_window(self, text: str) -> None:
+    def _move_window(self) -> None:
         """Shorten the window once it is long, so that the work per token stays constant."""
         if len(self._tokens) - self._start < _LONG_WINDOW:
             return
-        whole = self._decode(self._tokens[self._start :])
-        if whole != text:
-            return  # ends inside a character
         if self._boundary > self._start:
             # The window must begin with tokens that give text: some tokenizers strip the first text's leading space.
             kept = self._decode(self._tokens[self._boundary :])
-            if kept and whole.endswith(kept):
+            if kept and self._decode(self._tokens[self._start :]).endswith(kept):
                 self._start, self._taken = self._boundary, len(kept)
         self._boundary = len(self._tokens)
