@@ -636,7 +636,7 @@ class Engine:
     ) -> list[RoundRecord | None]:
         if not self.record:
             return [None] * len(batch)
-        parents = _parent_logits(draft.proposal, verified, outcomes)
+        parents = _parent_logits(draft.proposal, self.policy.num_candidates, verified, outcomes)
         num_rows = sum(tree.num_nodes + 1 for tree in trees)
         records: list[RoundRecord | None] = []
         for slot, (sequence, tree, outcome) in enumerate(zip(batch, trees, outcomes, strict=True)):
@@ -748,16 +748,14 @@ def _candidates(
 
 
 def _parent_logits(
-    proposal: Proposal | None, verified: _Verified, outcomes: list[_Outcome]
+    proposal: Proposal | None, num_candidates: int, verified: _Verified, outcomes: list[_Outcome]
 ) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
     """Per slot the raw logits [P, K] of the next depth's candidates at the root and each accepted node, and their LSE.
 
     One gather for the whole batch.
     """
-    num_candidates = 0 if proposal is None else proposal.candidate_ids.shape[2]
-    nothing = np.zeros((0, num_candidates), np.float32), np.zeros(0, np.float32)
     if proposal is None:
-        return [nothing] * len(outcomes)
+        return [(np.zeros((0, num_candidates), np.float32), np.zeros(0, np.float32))] * len(outcomes)
     depth = proposal.candidate_ids.shape[1]
     parents = [[0, *outcome.path][:depth] for outcome in outcomes]
     rows = [start + node for start, nodes in zip(verified.starts, parents, strict=True) for node in nodes]

@@ -201,10 +201,11 @@ class SlotCache:
     def _allocate(self, num_slots: int, capacity: int) -> None:
         """Move to new memory of `num_slots` slots of `capacity` rows; live rows (and their scratch) come along."""
         shape = (2 * self.num_layers, num_slots, self.num_kv_heads, capacity, self.head_dim)
-        data = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        if self.num_live:
-            shared = min(capacity, self._capacity)
-            data[:, : self.num_live, :, :shared] = self._data[:, : self.num_live, :, :shared]
+        with torch.inference_mode(False):  # memory made inside inference mode could not be written outside of it
+            data = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            if self.num_live:
+                shared = min(capacity, self._capacity)
+                data[:, : self.num_live, :, :shared] = self._data[:, : self.num_live, :, :shared]
         self._data = data
         self._rows = data.view(2 * self.num_layers, -1, self.head_dim).unbind(0)
         self._num_allocated, self._capacity = num_slots, capacity
