@@ -293,6 +293,26 @@ class Target:
         """Logits [.., V] of final hidden states [.., H]."""
         return self._head(hidden)
 
+    @property
+    def lm_head_weight(self) -> torch.Tensor:
+        """The LM head's matrix [V, H]."""
+        return self._head.weight
+
+    @property
+    def decoder_layers(self) -> Sequence[torch.nn.Module]:
+        """The decoder layers, first to last."""
+        return list(self._decoder.layers)
+
+    @property
+    def final_norm_weight(self) -> torch.Tensor:
+        """The final norm's weight [H]."""
+        return self._decoder.norm.weight
+
+    def read(self, token_ids: torch.Tensor, tap_layers: Sequence[int], first_row: int) -> TargetOutput:
+        """Read a whole sequence (int64 [L]) without a cache: features of all rows, logits of rows `first_row` .. L - 1."""
+        rows = torch.arange(len(token_ids), device=self.device)
+        return self.forward(token_ids[None], rows[None], None, None, tap_layers, rows[first_row:])
+
     def check_taps(self, tap_layers: Sequence[int]) -> None:
         """Raise TargetError unless every id is a decoder layer before the last.
 
