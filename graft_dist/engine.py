@@ -1,8 +1,8 @@
 """Engine: many sequences decoded together, one round at a time.
 
 A round is draft, build, verify, accept, commit; plain decoding, chains and trees are the same round with another
-policy. Owns the slots, the queue, and what each sequence has pending; the arithmetic is in `target.py`, `drafter.py`,
-`draft_tree.py` and `sampling.py`.
+policy. Owns the slots and the queue; a sequence's own state is in `active_sequence.py`, the arithmetic in `target.py`,
+`drafter.py`, `draft_tree.py` and `sampling.py`.
 
 Slots of sequences that are being decoded are 0 .. S - 1, in both caches. At most one prompt is partly read at any time;
 its slot in the target's cache is S, and it enters the drafter's cache when it starts decoding.
@@ -14,42 +14,28 @@ Letters: S slots, R rows (tree nodes, padded), N rows that exist, V vocabulary, 
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from graft_dist.budget import (
-    HISTORY_WINDOW,
-    DraftState,
-    acceptance_history,
-    confidences,
-    degenerations,
-)
+from graft_dist.active_sequence import ActiveSequence, Outcome, SequenceEvent, failure
+from graft_dist.budget import DraftState, acceptance_history, confidences, degenerations
 from graft_dist.draft_tree import DraftTree, ancestor_masks, build_tree, root_tree
 from graft_dist.errors import PolicyError
 from graft_dist.kv_cache import SlotCache
 from graft_dist.policy import DecodingPolicy
-from graft_dist.rounds import FinishReason, RoundRecord, SequenceSummary
-from graft_dist.sampling import (
-    SamplingParams,
-    TextStream,
-    TokenChooser,
-    TokenLogprob,
-    Verdict,
-    accept,
-    token_logprobs,
-    trim,
-)
+from graft_dist.rounds import Float32Array, Int32Array, RoundRecord
+from graft_dist.sampling import SamplingParams, TokenChooser, Verdict, accept
 from graft_dist.target import Target, TargetOutput, greedy_tokens, tree_mask
+
+__all__ = ["MAX_NODES", "SCRATCH_ROWS", "Drafter", "Engine", "Proposal", "SequenceEvent"]
 
 MAX_NODES = 4096
 """Most nodes a tree can have, whatever the policy asks for."""
@@ -65,9 +51,9 @@ class Proposal(Protocol):
     """What a drafter returns: int32 [S, D, K], float32 [S, D, K], and hidden states [S, D, H] on the device."""
 
     @property
-    def candidate_ids(self) -> npt.NDArray[np.int32]: ...
+    def candidate_ids(self) -> Int32Array: ...
     @property
-    def log_probs(self) -> npt.NDArray[np.float32]: ...
+    def log_probs(self) -> Float32Array: ...
     @property
     def hidden(self) -> torch.Tensor: ...
 
@@ -92,73 +78,6 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
-class SequenceEvent:
-    """What one step brought one sequence."""
-
-    sequence_id: str
-    token_ids: list[int]  # new tokens, trimmed at stops and limits
-    text: str  # new text that is certain; "" when the engine does not detokenize
-    logprobs: list[TokenLogprob] | None  # one per new token, if asked for
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    round: RoundRecord | None = None  # None for the first token, and unless recording
-    summary: SequenceSummary | None = None  # on the last event
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """One sequence's state between steps."""
-
-    sequence_id: str
-    key: int
-    params: SamplingParams
-    prompt: list[int]
-    limit: int  # prompt and output tokens it may reach
-    stop_tokens: frozenset[int]
-    chooser: TokenChooser
-    stream: TextStream | None
-    output: list[int] = field(default_factory=list)
-    num_prefilled: int = 0
-    pending: list[torch.Tensor] = field(default_factory=list)  # features [n, F] of committed rows not yet drafted with
-    acceptance_lengths: list[int] = field(default_factory=list)  # of the last rounds
-    num_rounds: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    prefill_s: float = 0.0
-    draft_s: float = 0.0
-    build_s: float = 0.0
-    verify_s: float = 0.0
-    commit_s: float = 0.0
-
-    @property
-    def room(self) -> int:
-        """Tokens it may still output."""
-        return self.limit - len(self.prompt) - len(self.output)
-
-    @property
-    def is_argmax(self) -> bool:
-        """Whether its tokens are plain argmaxes, which the batch computes at once."""
-        return self.params.is_greedy and not self.params.has_penalties
-
-    @property
-    def num_pending(self) -> int:
-        return sum(len(rows) for rows in self.pending)
-
-    def summary(self) -> SequenceSummary:
-        return SequenceSummary(
-            num_rounds=self.num_rounds,
-            num_drafted=self.num_drafted,
-            num_accepted=self.num_accepted,
-            prefill_s=self.prefill_s,
-            decode_s=self.draft_s + self.build_s + self.verify_s + self.commit_s,
-            draft_s=self.draft_s,
-            build_s=self.build_s,
-            verify_s=self.verify_s,
-            commit_s=self.commit_s,
-        )
-
-
-@dataclass(frozen=True)
 class _Draft:
     """The drafter's part of a round, for all slots."""
 
@@ -173,20 +92,7 @@ class _Verified:
 
     output: TargetOutput  # logits [N, V], features [S, R, F]
     starts: list[int]  # first row of each slot among the N
-    argmax: npt.NDArray[np.int32] | None  # [N], when a slot wants it
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a round or a prefill gave one sequence."""
-
-    token_ids: list[int]
-    text: str = ""
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: FinishReason | None = None
-    error: str | None = None
-    path: list[int] = field(default_factory=list)  # accepted nodes that became output
-    target_tokens: npt.NDArray[np.int32] | None = None  # at every node, when recording
+    argmax: Int32Array | None  # [N], when a slot wants it
 
 
 @dataclass(frozen=True)
@@ -198,6 +104,28 @@ class _Clock:
     built: int
     verified: int
     committed: int
+
+    @property
+    def stages_ns(self) -> tuple[int, int, int, int]:
+        """Draft, build, verify, commit."""
+        return (
+            self.drafted - self.start,
+            self.built - self.drafted,
+            self.verified - self.built,
+            self.committed - self.verified,
+        )
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A round that has been committed; lists are by slot."""
+
+    batch: list[ActiveSequence]
+    draft: _Draft
+    trees: list[DraftTree]
+    verified: _Verified
+    outcomes: list[Outcome]
+    clock: _Clock
 
 
 class Engine:
@@ -247,9 +175,9 @@ class Engine:
         self._cache = target.new_cache(max_slots, self.max_length)
         self._drafter_cache = drafter.new_cache(max_slots, self.max_length) if drafter is not None else None
         self._share_limit()
-        self._live: list[_Sequence] = []  # index = slot
-        self._filling: _Sequence | None = None  # the sequence whose prompt is partly read
-        self._waiting: deque[_Sequence] = deque()
+        self._live: list[ActiveSequence] = []  # index = slot
+        self._filling: ActiveSequence | None = None  # the sequence whose prompt is partly read
+        self._waiting: deque[ActiveSequence] = deque()
         self._unsent: list[SequenceEvent] = []  # of sequences aborted since the last step
         self._num_added = 0
 
@@ -281,18 +209,16 @@ class Engine:
         if any(sequence.sequence_id == sequence_id for sequence in self._sequences()):
             raise ValueError(f"sequence id {sequence_id!r} is in use")
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        has_text = self.detokenize or bool(params.stop)
         if params.stop and self.target.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the target has none")
-        sequence = _Sequence(
-            sequence_id=sequence_id,
-            key=int.from_bytes(hashlib.sha256(sequence_id.encode()).digest()[:8], "big"),
-            params=params,
-            prompt=prompt,
+        sequence = ActiveSequence(
+            sequence_id,
+            prompt,
+            params,
             limit=min(len(prompt) + params.max_new_tokens, self.max_length),
             stop_tokens=params.stop_set(self.target.eos_token_ids),
             chooser=TokenChooser(params, seed, prompt, self.target.vocab_size, self.target.device),
-            stream=TextStream(self.target.tokenizer, params.stop) if has_text else None,
+            tokenizer=self.target.tokenizer if self.detokenize or params.stop else None,
         )
         if not self._fits([sequence]):
             raise ValueError(
@@ -312,7 +238,7 @@ class Engine:
             self._waiting.remove(found)
         else:
             self._release(found)
-        self._unsent.append(SequenceEvent(sequence_id, [], "", None, "abort", summary=found.summary()))
+        self._unsent.append(found.event(Outcome([], finish_reason="abort")))
         return True
 
     @torch.inference_mode()
@@ -331,17 +257,16 @@ class Engine:
         drafted = time.perf_counter_ns()
         trees = self._build(batch, draft)
         built = time.perf_counter_ns()
-        verdicts = self._verify(batch, trees)
+        answers = self._verify(batch, trees)
         verified = time.perf_counter_ns()
-        outcomes = [self._accept(slot, tree, verdicts) for slot, tree in enumerate(trees)]
-        self._commit(batch, trees, verdicts, outcomes)
+        outcomes = [self._accept(slot, tree, answers) for slot, tree in enumerate(trees)]
+        self._commit(batch, answers, outcomes)
         clock = _Clock(start, drafted, built, verified, time.perf_counter_ns())
-        records = self._records(batch, draft, trees, verdicts, outcomes, clock)
-        return events + self._finish_round(batch, trees, outcomes, records, clock)
+        return events + self._finish(_Round(batch, draft, trees, answers, outcomes, clock))
 
     # ---- joining and leaving
 
-    def _sequences(self) -> list[_Sequence]:
+    def _sequences(self) -> list[ActiveSequence]:
         return [*self._live, *([self._filling] if self._filling else []), *self._waiting]
 
     def _check_prompt(self, prompt: list[int]) -> None:
@@ -365,17 +290,17 @@ class Engine:
         for cache in caches:
             cache.limit_bytes = self.memory_limit_bytes * cache.bytes_per_token // total
 
-    def _rows_needed(self, sequences: Sequence[_Sequence]) -> int:
+    def _rows_needed(self, sequences: Sequence[ActiveSequence]) -> int:
         return max(sequence.limit for sequence in sequences) + SCRATCH_ROWS
 
-    def _bytes_needed(self, sequences: Sequence[_Sequence]) -> int:
+    def _bytes_needed(self, sequences: Sequence[ActiveSequence]) -> int:
         caches = [cache for cache in (self._cache, self._drafter_cache) if cache is not None]
         return sum(cache.bytes_for(len(sequences), self._rows_needed(sequences)) for cache in caches)
 
-    def _fits(self, sequences: Sequence[_Sequence]) -> bool:
+    def _fits(self, sequences: Sequence[ActiveSequence]) -> bool:
         return self.memory_limit_bytes is None or self._bytes_needed(sequences) <= self.memory_limit_bytes
 
-    def _admit(self) -> _Sequence | None:
+    def _admit(self) -> ActiveSequence | None:
         """Give the first waiting sequence a slot, if there is one and its cache rows fit."""
         if not self._waiting or self.num_live >= self.max_slots:
             return None
@@ -389,7 +314,7 @@ class Engine:
         self._filling = self._waiting.popleft()
         return self._filling
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _release(self, sequence: ActiveSequence) -> None:
         """Free a sequence's slot and close the gap."""
         if sequence is self._filling:
             self._cache.remove(len(self._live))
@@ -421,24 +346,24 @@ class Engine:
             num_left -= len(chunk)
             sequence.num_prefilled += len(chunk)
             if self.drafter is not None:
-                sequence.pending.append(output.features[0])
+                sequence.add_pending(output.features[0])
             outcome = self._first_token(sequence, output) if sequence.num_prefilled == len(sequence.prompt) else None
             sequence.prefill_s += time.perf_counter() - start
             if outcome is not None:
                 events.append(self._start_decoding(sequence, outcome))
         return events
 
-    def _first_token(self, sequence: _Sequence, output: TargetOutput) -> _Outcome:
+    def _first_token(self, sequence: ActiveSequence, output: TargetOutput) -> Outcome:
         try:
             if sequence.is_argmax:
                 token = int(greedy_tokens(output.logits)[0])
             else:
                 token = sequence.chooser.next_token(output.logits[0])
-            return _take(sequence, [token], output.logits)
+            return sequence.take([token], output.logits)
         except Exception as error:
-            return _failure(error)
+            return failure(error)
 
-    def _start_decoding(self, sequence: _Sequence, outcome: _Outcome) -> SequenceEvent:
+    def _start_decoding(self, sequence: ActiveSequence, outcome: Outcome) -> SequenceEvent:
         if outcome.finish_reason is not None:
             self._release(sequence)
         else:
@@ -448,11 +373,11 @@ class Engine:
                 if self.memory_limit_bytes is not None:
                     self._drafter_cache.reserve(len(self._live), self._rows_needed(self._live))
                 self._drafter_cache.add()
-        return _event(sequence, outcome, None)
+        return sequence.event(outcome)
 
     # ---- draft
 
-    def _draft(self, batch: list[_Sequence]) -> _Draft:
+    def _draft(self, batch: list[ActiveSequence]) -> _Draft:
         """Ask the policy whom to draft for, and the drafter, once, for all slots if for any."""
         states = [self._state(slot, sequence) for slot, sequence in enumerate(batch)]
         limits = self.policy.budget.limits(states)
@@ -463,17 +388,17 @@ class Engine:
             raise PolicyError(f"policy {self.policy.name!r} drafts, but the engine has no drafter")
         self._catch_up(batch)
         counts = [sequence.num_pending for sequence in batch]
-        features = pad_sequence([_joined(sequence.pending) for sequence in batch], batch_first=True)
-        roots = [sequence.output[-1] for sequence in batch]
+        features = pad_sequence([sequence.pending() for sequence in batch], batch_first=True)
+        roots = [sequence.root for sequence in batch]
         num_candidates = min(self.policy.num_candidates, self.target.vocab_size)
         proposal = self.drafter.propose(self._drafter_cache, features, counts, roots, num_candidates)
-        for sequence in batch:
-            sequence.pending.clear()
+        for sequence, count in zip(batch, counts, strict=True):
+            sequence.drop_pending(count)
         if self.policy.budget.needs_state or self.record:
             states = _with_draft(states, proposal)
         return _Draft(limits, states, proposal)
 
-    def _state(self, slot: int, sequence: _Sequence) -> DraftState:
+    def _state(self, slot: int, sequence: ActiveSequence) -> DraftState:
         return DraftState(
             conf=0.0,
             degen=0.0,
@@ -484,21 +409,21 @@ class Engine:
             round_index=sequence.num_rounds,
         )
 
-    def _max_depth(self, sequence: _Sequence) -> int:
+    def _max_depth(self, sequence: ActiveSequence) -> int:
         """Deepest node that can still become output: a round gives one token more than the path is long."""
         depth = 0 if self.drafter is None else self.drafter.draft_depth
         if self.policy.max_depth is not None:
             depth = min(depth, self.policy.max_depth)
         return min(depth, sequence.room - 1)
 
-    def _max_budget(self, sequence: _Sequence) -> int:
+    def _max_budget(self, sequence: ActiveSequence) -> int:
         most = MAX_NODES if self.memory_limit_bytes is None else SCRATCH_ROWS - 1
         if self.drafter is None:
             return most  # a policy that drafts must be refused, not silenced
         depth = self._max_depth(sequence)
         return min(depth, most) if self.policy.num_candidates == 1 or depth == 0 else most
 
-    def _catch_up(self, batch: list[_Sequence]) -> None:
+    def _catch_up(self, batch: list[ActiveSequence]) -> None:
         """Move long pending contexts, all but the last row, into the drafter's cache where padding would be a waste."""
         counts = [sequence.num_pending for sequence in batch]
         if len(batch) * max(counts) - sum(counts) <= _PADDING_ROWS:
@@ -507,23 +432,23 @@ class Engine:
             if counts[slot] > _PADDING_ROWS // len(batch) + 1:
                 self._extend(slot, sequence)
 
-    def _bound_pending(self, batch: list[_Sequence]) -> None:
+    def _bound_pending(self, batch: list[ActiveSequence]) -> None:
         """Keep slots that nobody drafts for from piling up features."""
         for slot, sequence in enumerate(batch):
             if sequence.num_pending > _PENDING_ROWS:
                 self._extend(slot, sequence)
 
-    def _extend(self, slot: int, sequence: _Sequence) -> None:
+    def _extend(self, slot: int, sequence: ActiveSequence) -> None:
         assert self.drafter is not None and self._drafter_cache is not None
-        rows = _joined(sequence.pending)
-        self.drafter.extend(self._drafter_cache, [slot], rows[None, :-1], [len(rows) - 1])
-        sequence.pending = [rows[-1:]]
+        rows = sequence.pending()[:-1]
+        self.drafter.extend(self._drafter_cache, [slot], rows[None], [len(rows)])
+        sequence.drop_pending(len(rows))
 
     # ---- build
 
-    def _build(self, batch: list[_Sequence], draft: _Draft) -> list[DraftTree]:
+    def _build(self, batch: list[ActiveSequence], draft: _Draft) -> list[DraftTree]:
         """One tree per slot: the largest its limit allows, then cut to the budget the policy chooses."""
-        roots = [sequence.output[-1] for sequence in batch]
+        roots = [sequence.root for sequence in batch]
         proposal = draft.proposal
         if proposal is None:
             return [root_tree(root) for root in roots]
@@ -539,7 +464,7 @@ class Engine:
 
     # ---- verify
 
-    def _verify(self, batch: list[_Sequence], trees: list[DraftTree]) -> _Verified:
+    def _verify(self, batch: list[ActiveSequence], trees: list[DraftTree]) -> _Verified:
         """Run the target once over all trees, padded to the largest."""
         target, lengths = self.target, self._cache.lengths[: len(trees)]
         sizes = [tree.num_nodes + 1 for tree in trees]
@@ -565,12 +490,12 @@ class Engine:
 
     # ---- accept
 
-    def _accept(self, slot: int, tree: DraftTree, verified: _Verified) -> _Outcome:
+    def _accept(self, slot: int, tree: DraftTree, verified: _Verified) -> Outcome:
         """Walk one slot's tree and decide what it outputs; an exception here ends this sequence only."""
         sequence, start = self._live[slot], verified.starts[slot]
         logits = verified.output.logits[start : start + tree.num_nodes + 1]
         try:
-            target_tokens: npt.NDArray[np.int32] | None = None
+            target_tokens: Int32Array | None = None
             if sequence.is_argmax:
                 assert verified.argmax is not None
                 target_tokens = verified.argmax[start : start + tree.num_nodes + 1]
@@ -580,16 +505,14 @@ class Engine:
                 verdict = accept(tree, target_tokens.tolist().__getitem__)
             else:
                 verdict = accept(tree, sequence.chooser.walker(logits, tree))
-            outcome = _take(sequence, verdict.token_ids(tree), _path_logits(sequence, logits, verdict))
+            outcome = sequence.take(verdict.token_ids(tree), _path_logits(sequence, logits, verdict))
             return replace(outcome, path=verdict.path[: len(outcome.token_ids)], target_tokens=target_tokens)
         except Exception as error:
-            return _failure(error)
+            return failure(error)
 
     # ---- commit
 
-    def _commit(
-        self, batch: list[_Sequence], trees: list[DraftTree], verified: _Verified, outcomes: list[_Outcome]
-    ) -> None:
+    def _commit(self, batch: list[ActiveSequence], verified: _Verified, outcomes: list[Outcome]) -> None:
         """Keep each path's rows in the target's cache, and their features for the drafter; count."""
         kept = [[0, *outcome.path] if outcome.finish_reason is None else [] for outcome in outcomes]
         lengths = self._cache.lengths[: len(batch)]
@@ -597,83 +520,23 @@ class Engine:
         for slot, (sequence, nodes) in enumerate(zip(batch, kept, strict=True)):
             if nodes and self.drafter is not None:
                 rows = torch.tensor(nodes).to(self.target.device, non_blocking=True)
-                sequence.pending.append(verified.output.features[slot].index_select(0, rows))
+                sequence.add_pending(verified.output.features[slot].index_select(0, rows))
 
     # ---- what is left of a round
 
-    def _finish_round(
-        self,
-        batch: list[_Sequence],
-        trees: list[DraftTree],
-        outcomes: list[_Outcome],
-        records: list[RoundRecord | None],
-        clock: _Clock,
-    ) -> list[SequenceEvent]:
+    def _finish(self, done: _Round) -> list[SequenceEvent]:
+        """Count the round, free the slots of sequences that ended, and tell what happened."""
+        records = _records(done, self.policy.num_candidates) if self.record else [None] * len(done.batch)
+        stages_s = np.array(done.clock.stages_ns) / 1e9
         events = []
-        for sequence, tree, outcome, record in zip(batch, trees, outcomes, records, strict=True):
+        for sequence, tree, outcome, record in zip(done.batch, done.trees, done.outcomes, records, strict=True):
             if outcome.finish_reason != "error":
-                sequence.num_rounds += 1
-                sequence.num_drafted += tree.num_nodes
-                sequence.num_accepted += len(outcome.path)
-                sequence.acceptance_lengths = [*sequence.acceptance_lengths, len(outcome.token_ids)][-HISTORY_WINDOW:]
-            sequence.draft_s += (clock.drafted - clock.start) / 1e9
-            sequence.build_s += (clock.built - clock.drafted) / 1e9
-            sequence.verify_s += (clock.verified - clock.built) / 1e9
-            sequence.commit_s += (clock.committed - clock.verified) / 1e9
+                sequence.count_round(tree.num_nodes, outcome)
+            sequence.stages_s += stages_s
             if outcome.finish_reason is not None:
                 self._release(sequence)
-            events.append(_event(sequence, outcome, record))
+            events.append(sequence.event(outcome, record))
         return events
-
-    def _records(
-        self,
-        batch: list[_Sequence],
-        draft: _Draft,
-        trees: list[DraftTree],
-        verified: _Verified,
-        outcomes: list[_Outcome],
-        clock: _Clock,
-    ) -> list[RoundRecord | None]:
-        if not self.record:
-            return [None] * len(batch)
-        parents = _parent_logits(draft.proposal, self.policy.num_candidates, verified, outcomes)
-        num_rows = sum(tree.num_nodes + 1 for tree in trees)
-        records: list[RoundRecord | None] = []
-        for slot, (sequence, tree, outcome) in enumerate(zip(batch, trees, outcomes, strict=True)):
-            if outcome.target_tokens is None:
-                records.append(None)
-                continue
-            state, (logits, logsumexp) = draft.states[slot], parents[slot]
-            ids, log_probs = _candidates(draft.proposal, slot, self.policy.num_candidates)
-            records.append(
-                RoundRecord(
-                    sequence_id=sequence.sequence_id,
-                    round_index=sequence.num_rounds,
-                    context_length=state.context_length,
-                    root_token=int(tree.tokens[0]),
-                    candidate_ids=ids,
-                    candidate_log_probs=log_probs,
-                    conf=state.conf,
-                    degen=state.degen,
-                    hist=state.hist,
-                    budget=tree.num_nodes,
-                    tree_tokens=tree.tokens,
-                    tree_parents=tree.parents,
-                    tree_depths=tree.depths,
-                    target_tokens=outcome.target_tokens,
-                    accepted=np.array(outcome.path, np.int32),
-                    num_tokens=len(outcome.token_ids),
-                    parent_logits=logits,
-                    parent_logsumexp=logsumexp,
-                    draft_ns=clock.drafted - clock.start,
-                    build_ns=clock.built - clock.drafted,
-                    verify_ns=clock.verified - clock.built,
-                    commit_ns=clock.committed - clock.verified,
-                    batch_size=len(batch),
-                    batch_rows=num_rows,
-                )
-            )
-        return records
 
 
 def _at_least_one(name: str, value: int) -> int:
@@ -682,86 +545,77 @@ def _at_least_one(name: str, value: int) -> int:
     return value
 
 
-def _joined(pending: list[torch.Tensor]) -> torch.Tensor:
-    return pending[0] if len(pending) == 1 else torch.cat(pending)
-
-
 def _with_draft(states: list[DraftState], proposal: Proposal) -> list[DraftState]:
     conf, degen = confidences(proposal.log_probs), degenerations(proposal.hidden)
     return [replace(state, conf=float(conf[slot]), degen=float(degen[slot])) for slot, state in enumerate(states)]
 
 
-def _take(sequence: _Sequence, token_ids: list[int], logits: torch.Tensor | None) -> _Outcome:
-    """Cut new tokens where plain decoding would have ended, add them to the sequence, and say what came of it.
-
-    `logits` [n, V]: one row per token, needed if the sequence wants log-probabilities.
-    """
-    count, reason = trim(token_ids, sequence.stop_tokens, sequence.room)
-    finish_reason: FinishReason | None = reason
-    text = ""
-    if sequence.stream is not None:
-        delta = sequence.stream.push(token_ids[:count])
-        text = delta.text
-        if delta.is_stopped:
-            count, finish_reason = delta.num_tokens, "stop"
-        if finish_reason is not None:
-            text += sequence.stream.finish()
-    kept = token_ids[:count]
-    logprobs = None
-    if sequence.params.logprobs is not None and logits is not None:
-        logprobs = token_logprobs(logits[:count], kept, sequence.params.logprobs)
-    sequence.output += kept
-    sequence.chooser.commit(kept)
-    return _Outcome(kept, text, logprobs, finish_reason)
-
-
-def _path_logits(sequence: _Sequence, logits: torch.Tensor, verdict: Verdict) -> torch.Tensor | None:
+def _path_logits(sequence: ActiveSequence, logits: torch.Tensor, verdict: Verdict) -> torch.Tensor | None:
     """The logits that a round's tokens were chosen from [n, V], if the sequence wants log-probabilities."""
     if sequence.params.logprobs is None:
         return None
     return logits[torch.tensor([0, *verdict.path], device=logits.device)]
 
 
-def _failure(error: Exception) -> _Outcome:
-    return _Outcome([], finish_reason="error", error=f"{type(error).__name__}: {error}")
+def _records(done: _Round, num_candidates: int) -> list[RoundRecord | None]:
+    """One record per slot; None for a sequence whose own work failed."""
+    parents = _parent_logits(done, num_candidates)
+    num_rows = sum(tree.num_nodes + 1 for tree in done.trees)
+    return [
+        None if outcome.target_tokens is None else _slot_record(done, slot, num_candidates, parents[slot], num_rows)
+        for slot, outcome in enumerate(done.outcomes)
+    ]
 
 
-def _event(sequence: _Sequence, outcome: _Outcome, record: RoundRecord | None) -> SequenceEvent:
-    return SequenceEvent(
+def _slot_record(
+    done: _Round, slot: int, num_candidates: int, parents: tuple[Float32Array, Float32Array], num_rows: int
+) -> RoundRecord:
+    sequence, tree, outcome = done.batch[slot], done.trees[slot], done.outcomes[slot]
+    state, proposal = done.draft.states[slot], done.draft.proposal
+    draft_ns, build_ns, verify_ns, commit_ns = done.clock.stages_ns
+    assert outcome.target_tokens is not None
+    nothing = (0, num_candidates)
+    return RoundRecord(
         sequence_id=sequence.sequence_id,
-        token_ids=outcome.token_ids,
-        text=outcome.text if sequence.stream is not None else "",
-        logprobs=outcome.logprobs,
-        finish_reason=outcome.finish_reason,
-        error=outcome.error,
-        round=record,
-        summary=sequence.summary() if outcome.finish_reason is not None else None,
+        round_index=state.round_index,
+        context_length=state.context_length,
+        root_token=int(tree.tokens[0]),
+        candidate_ids=np.zeros(nothing, np.int32) if proposal is None else proposal.candidate_ids[slot],
+        candidate_log_probs=np.zeros(nothing, np.float32) if proposal is None else proposal.log_probs[slot],
+        conf=state.conf,
+        degen=state.degen,
+        hist=state.hist,
+        budget=tree.num_nodes,
+        tree_tokens=tree.tokens,
+        tree_parents=tree.parents,
+        tree_depths=tree.depths,
+        target_tokens=outcome.target_tokens,
+        accepted=np.array(outcome.path, np.int32),
+        num_tokens=len(outcome.token_ids),
+        parent_logits=parents[0],
+        parent_logsumexp=parents[1],
+        draft_ns=draft_ns,
+        build_ns=build_ns,
+        verify_ns=verify_ns,
+        commit_ns=commit_ns,
+        batch_size=len(done.batch),
+        batch_rows=num_rows,
     )
 
 
-def _candidates(
-    proposal: Proposal | None, slot: int, num_candidates: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    if proposal is None:
-        return np.zeros((0, num_candidates), np.int32), np.zeros((0, num_candidates), np.float32)
-    return proposal.candidate_ids[slot], proposal.log_probs[slot]
-
-
-def _parent_logits(
-    proposal: Proposal | None, num_candidates: int, verified: _Verified, outcomes: list[_Outcome]
-) -> list[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+def _parent_logits(done: _Round, num_candidates: int) -> list[tuple[Float32Array, Float32Array]]:
     """Per slot the raw logits [P, K] of the next depth's candidates at the root and each accepted node, and their LSE.
 
     One gather for the whole batch.
     """
+    proposal, logits = done.draft.proposal, done.verified.output.logits
     if proposal is None:
-        return [(np.zeros((0, num_candidates), np.float32), np.zeros(0, np.float32))] * len(outcomes)
+        return [(np.zeros((0, num_candidates), np.float32), np.zeros(0, np.float32))] * len(done.batch)
     depth = proposal.candidate_ids.shape[1]
-    parents = [[0, *outcome.path][:depth] for outcome in outcomes]
-    rows = [start + node for start, nodes in zip(verified.starts, parents, strict=True) for node in nodes]
+    parents = [[0, *outcome.path][:depth] for outcome in done.outcomes]
+    rows = [start + node for start, nodes in zip(done.verified.starts, parents, strict=True) for node in nodes]
     ids = np.concatenate([proposal.candidate_ids[slot, : len(nodes)] for slot, nodes in enumerate(parents)])
-    logits = verified.output.logits
-    chosen = logits.index_select(0, torch.tensor(rows).to(logits.device)).float()
+    chosen = logits.index_select(0, torch.tensor(rows, device=logits.device)).float()
     gathered = chosen.gather(1, torch.from_numpy(ids.astype(np.int64)).to(logits.device)).cpu().numpy()
     logsumexp = chosen.logsumexp(dim=1).cpu().numpy()
     ends = np.cumsum([len(nodes) for nodes in parents])

@@ -87,7 +87,11 @@ class SequenceSummary:
     num_drafted: int  # draft nodes verified
     num_accepted: int  # draft nodes that became output
     prefill_s: float  # the target's forwards over the prompt
-    decode_s: float  # rounds the sequence took part in, drafting included
+    decode_s: float  # rounds the sequence took part in, drafting included; the sum of the four stages
+    draft_s: float
+    build_s: float
+    verify_s: float
+    commit_s: float
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,7 @@ def test_the_drafter_sees_exactly_the_committed_features(
         assert cache is not None
         for slot, sequence in enumerate(engine._live):
             rows, _ = cache.rows(slot)
-            pending = torch.cat([rows[0, 0], *sequence.pending])
+            pending = torch.cat([rows[0, 0], sequence.pending()])
             tokens = sequence.prompt + outputs[sequence.sequence_id][:-1]
             fresh = tiny_llama.new_cache(1, 200)
             fresh.add()
