@@ -25,13 +25,12 @@ Works on local and network file systems; object stores are refused for now.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,15 +39,16 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import pyarrow as pa
-import pyarrow.dataset
 import pyarrow.parquet as pq
-from deltalake import CommitProperties, DeltaTable, Transaction, WriterProperties
+from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction
 
 from graft_dist.errors import StoreError
 from storage import schema as tables
+from storage.compaction import compact_table, live_files
+from storage.parquet_files import distinct_values, sha256_of, write_file
 from storage.schema import PARTITION_COLUMNS, PARTITION_FIELDS, SCHEMA_VERSION, Provenance, UnitKey
 
 if TYPE_CHECKING:
@@ -184,32 +184,20 @@ class TrajectoryStore:
         aside, final = self.path / "_tmp" / f"{table}-{name}", self.path / table / relative
         if final.exists():
             raise ValueError(f"attempt {key.attempt!r} of unit {key.unit_id!r} exists already: use a new name")
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        final.parent.mkdir(parents=True, exist_ok=True)
         about = {"schema_version": str(SCHEMA_VERSION), "unit_id": key.unit_id, "attempt": key.attempt}
         body = body.replace_schema_metadata({f"graft.{name}": value for name, value in about.items()})
-        try:
-            with aside.open("wb") as file:
-                pq.write_table(body, file, compression="zstd", write_page_index=True)
-                file.flush()
-                os.fsync(file.fileno())
-            info = FileInfo(
-                table=table,
-                path=relative,
-                size=aside.stat().st_size,
-                rows=body.num_rows,
-                sha256=_sha256(aside),
-                unit_id=key.unit_id,
-                attempt=key.attempt,
-                target=target,
-                date=day,
-            )
-            aside.rename(final)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        _fsync_folder(final.parent)
-        return info
+        written = write_file(aside, final, body.schema, [body])
+        return FileInfo(
+            table=table,
+            path=relative,
+            size=written.size,
+            rows=written.rows,
+            sha256=written.sha256,
+            unit_id=key.unit_id,
+            attempt=key.attempt,
+            target=target,
+            date=day,
+        )
 
     # --------------------------------------------------------------- committing
 
@@ -313,7 +301,7 @@ class TrajectoryStore:
                 path = self.path / file.table / file.path
                 if not path.is_file():
                     raise StoreError(f"{path} is gone: unit {file.unit_id!r} has to be decoded again.")
-                if path.stat().st_size != file.size or _sha256(path) != file.sha256:
+                if path.stat().st_size != file.size or sha256_of(path) != file.sha256:
                     raise StoreError(f"{path} is not the file that was written ({file.size} bytes): not committed.")
                 footer = pq.read_metadata(path)
                 if footer.num_rows != file.rows:
@@ -323,7 +311,7 @@ class TrajectoryStore:
     def _units_in(self, log: DeltaTable) -> frozenset[str]:
         """The unit ids of one version of `sequences`; kept, because a driver asks at every commit."""
         if self._units[0] != log.version():
-            self._units = (log.version(), frozenset(_distinct(self._files(log, "sequences"), "unit_id")))
+            self._units = (log.version(), frozenset(distinct_values(self._files(log, "sequences"), "unit_id")))
         return self._units[1]
 
     def _create_or_upgrade(self, table: str) -> None:
@@ -346,11 +334,12 @@ class TrajectoryStore:
             )
         known = set(_arrow_schema(log).names)
         missing = pa.schema([column for column in full if column.name not in known])
-        if missing:
-            log.alter.add_columns(DeltaSchema.from_arrow(missing).fields)
-            log = self._log(table)
-        if version < SCHEMA_VERSION:
-            log.alter.set_table_properties({"graft.schemaVersion": str(SCHEMA_VERSION)}, raise_if_not_exists=False)
+        with _told_apart(f"the upgrade of {self.path / table}"):
+            if missing:
+                log.alter.add_columns(DeltaSchema.from_arrow(missing).fields)
+                log = self._log(table)
+            if version < SCHEMA_VERSION:
+                log.alter.set_table_properties({"graft.schemaVersion": str(SCHEMA_VERSION)}, raise_if_not_exists=False)
 
     def _register(self, target: str, dataset: dict[str, str]) -> None:
         key = f"graft.dataset.{target}"
@@ -373,11 +362,8 @@ class TrajectoryStore:
                     f"{dataset.get(name)}: use another store, they must not be mixed."
                 )
 
-    def _files(self, log: DeltaTable, table: str) -> list[str]:
-        # The log's own list of URIs spells a blank in the root as %20, which no reader of local files understands.
-        return sorted(
-            str(self.path / table / path) for path in pa.table(log.get_add_actions()).column("path").to_pylist()
-        )
+    def _files(self, log: DeltaTable, table: str) -> list[Path]:
+        return [self.path / table / file.path for file in live_files(log)]
 
     def _log(self, table: str) -> DeltaTable:
         try:
@@ -415,39 +401,45 @@ class TrajectoryStore:
             raise StoreError(f"there is no trajectory store at {self.path}: it has no table {table!r}.") from None
         except DeltaError as error:
             raise StoreError(f"{self.path / table} has no version {version}: {error}") from error
-        return log.version(), tuple(self._files(log, table))
+        return log.version(), tuple(str(file) for file in self._files(log, table))
 
     # --------------------------------------------------------------- upkeep
 
-    def compact(self, orphan_age_hours: float = 24.0) -> Compaction:
+    def compact(self, orphan_age_hours: float = 24.0, target_size: int = 256 << 20) -> Compaction:
         """Merge small files, and drop rounds whose sequences never came. Safe while others read and commit.
 
         The replaced files stay on disk for readers that still use them, until `vacuum`.
 
         Args:
-            orphan_age_hours: only rounds files at least this old are searched for rounds without sequences; must be
-                longer than any driver takes between its two commits.
-        """
-        before = after = 0
-        purged = self._purge_orphans(orphan_age_hours)
-        for table in self._schemas:
-            log = self._log(table)
-            before += len(self._files(log, table))
-            log.optimize.compact(
-                target_size=256 << 20,
-                writer_properties=WriterProperties(compression="ZSTD", compression_level=3, max_row_group_size=122_880),
-            )
-            after += len(self._files(self._log(table), table))
-        return Compaction(before, after, purged)
+            orphan_age_hours: rounds without sequences go when their file is at least this old; must be longer than any
+                driver takes between its two commits.
+            target_size: bytes that a merged file should have at most.
 
-    def _purge_orphans(self, age_hours: float) -> int:
-        rounds = self._log("rounds")
+        Raises:
+            StoreError: if another compaction is faster; run it again if need be.
+        """
+        logs = {table: self._log(table) for table in self._schemas}
+        before = sum(len(live_files(log)) for log in logs.values())
+        young, old = self._orphans(logs["rounds"], orphan_age_hours)
+        for table, log in logs.items():
+            # Young orphans stay files of their own: their sequences may be on the way, and their age must stay known.
+            keep, drop = (young, old) if table == "rounds" else ([], [])
+            compact_table(log, self.path / table, self.path / "_tmp", keep=keep, drop=drop, target_size=target_size)
+        after = sum(len(live_files(self._log(table))) for table in self._schemas)
+        return Compaction(before, after, len(old))
+
+    def _orphans(self, rounds: DeltaTable, age_hours: float) -> tuple[list[str], list[str]]:
+        """The rounds files of attempts without sequences, (young, old); read the sequences' log after the rounds'."""
+        committed = distinct_values(self._files(self._log("sequences"), "sequences"), "attempt")
         newest = time.time() - 3600 * age_hours
-        old = [path for path in self._files(rounds, "rounds") if os.stat(path).st_mtime <= newest]
-        orphans = _distinct(old, "attempt") - _distinct(self._files(self._log("sequences"), "sequences"), "attempt")
-        if orphans:
-            rounds.delete("attempt IN ({})".format(", ".join(f"'{attempt}'" for attempt in sorted(orphans))))
-        return len(orphans)
+        young: list[str] = []
+        old: list[str] = []
+        for file in live_files(rounds):
+            path = self.path / "rounds" / file.path
+            # Merged files hold no orphans: those were kept out.
+            if path.name.startswith("unit-") and not distinct_values([path], "attempt") <= committed:
+                (old if path.stat().st_mtime <= newest else young).append(file.path)
+        return young, old
 
     def vacuum(self, retention_hours: int = 24) -> list[str]:
         """Delete files that the log no longer names, or never did: of killed attempts, compacted ones, half-written.
@@ -478,6 +470,15 @@ class TrajectoryStore:
         from storage.export import export_tree  # it reads through `query`, which reads through this module
 
         return export_tree(self.path, dest)
+
+
+@contextlib.contextmanager
+def _told_apart(what: str) -> Iterator[None]:
+    """Losing a race with another writer's commit is no fault of the store's: nothing was changed, try again."""
+    try:
+        yield
+    except CommitFailedError as error:
+        raise StoreError(f"{what} met another commit and changed nothing: run it again ({error}).") from error
 
 
 def _check_name(what: str, name: str) -> None:
@@ -541,24 +542,3 @@ def _commit_properties(files: Sequence[FileInfo], run_id: str, seq: int, turn: i
 
 def _arrow_schema(log: DeltaTable) -> pa.Schema:
     return pa.schema(log.schema().to_arrow())
-
-
-def _distinct(files: Sequence[str], column: str) -> set[str]:
-    if not files:
-        return set()
-    dataset = pyarrow.dataset.dataset(list(files), format="parquet", schema=pa.schema([(column, pa.string())]))
-    return set(dataset.to_table().column(column).unique().to_pylist())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync_folder(path: Path) -> None:
-    """Make a rename in `path` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -101,12 +102,13 @@ def write_unit(
     num_sequences: int = 2,
     num_rounds: int = 3,
     run_id: str = "run",
+    target: str = "tiny",
 ) -> list[FileInfo]:
     """One attempt at a unit of `num_sequences` sequences with `num_rounds` rounds each, written and not committed."""
     ids = [f"{unit_id}.{index}" for index in range(num_sequences)]
     return store.write_unit(
         UnitKey(unit_id=unit_id, attempt=attempt, run_id=run_id),
-        PROVENANCE,
+        dataclasses.replace(PROVENANCE, target=target),
         [make_sequence(name, num_rounds) for name in ids],
         [make_round(name, index) for name in ids for index in range(num_rounds)],
     )

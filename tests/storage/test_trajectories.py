@@ -128,7 +128,7 @@ def test_a_failed_write_leaves_nothing_behind(store, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("storage.trajectories.pq.write_table", full)
+    monkeypatch.setattr("storage.parquet_files.pq.ParquetWriter", full)
     with pytest.raises(OSError, match="no space"):
         write_unit(store, "u1", "a1")
     assert [path for path in store.path.rglob("*unit-*") if path.is_file()] == []
