@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graft_dist.config import TargetConfig
-from graft_dist.drafter import DFlashDrafter
+from graft_dist.drafter import DFlashDrafter, checkpoint_folder
 from graft_dist.engine import Engine
 from graft_dist.policy import METHODS, DecodingPolicy
 from graft_dist.target import Target
@@ -17,6 +17,10 @@ def load_decoder(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDra
 
     Raises `TargetError` or `DrafterError` with one sentence when one of them is missing or the two do not fit.
     """
+    drafts = not methods or needs_drafter(*methods)
+    if drafts:
+        # A missing drafter is said before the target takes its time to load.
+        checkpoint_folder(config.drafter, config.drafter_revision)
     target = Target.load(
         config.target,
         revision=config.revision,
@@ -24,7 +28,7 @@ def load_decoder(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDra
         device=config.device,
         trust_remote_code=config.trust_remote_code,
     )
-    if methods and not needs_drafter(*methods):
+    if not drafts:
         return target, None
     return target, DFlashDrafter.load(config.drafter, target, revision=config.drafter_revision)
 

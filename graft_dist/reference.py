@@ -42,13 +42,13 @@ from graft_dist.target import DTYPES, Target, locate
 class Decision:
     """What the reference saw when it chose a token.
 
-    scores: [V], the logits after penalties (greedy) or the probabilities (sampled). top_logit: the highest logit,
-    before
-        temperature. number: the random number that the probabilities were read with; None for greedy.
+    scores: [V], the logits after penalties (greedy) or the probabilities (sampled).
+    spread: standard deviation of the raw logits over the vocabulary, the scale of their rounding errors.
+    number: the random number that the probabilities were read with; None for greedy.
     """
 
     scores: NDArray[np.float64]
-    top_logit: float
+    spread: float
     number: float | None
 
     def margin(self, token: int) -> float:
@@ -133,11 +133,13 @@ class Reference:
             pad_token_id=self.stop_token_ids[0] if self.stop_token_ids else 0,
         )
         processors = _processors(self.params, len(prompt_ids))
+        if chooser is not None:
+            processors = [chooser.spread, *processors, chooser]
         produced = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=settings,
-            logits_processor=LogitsProcessorList(processors if chooser is None else [*processors, chooser]),
+            logits_processor=LogitsProcessorList(processors),
             streamer=streamer,
         )
         return produced[0, ids.shape[1] :].tolist()
@@ -190,23 +192,33 @@ class _OutputPenalties(LogitsProcessor):
         return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
+class _Spread(LogitsProcessor):
+    """Notes the standard deviation of the logits as the model gave them."""
+
+    value = 0.0
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.value = float(scores[0].std())
+        return scores
+
+
 class _Chooser(LogitsProcessor):
     """Keeps the last decision, and above temperature 0 turns the seeded draw into the only possible token."""
 
     def __init__(self, params: SamplingParams, prompt_length: int) -> None:
         self.params, self.prompt_length = params, prompt_length
+        self.spread = _Spread()
         self.decision: Decision | None = None
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         if self.params.is_greedy:
             values = scores[0].double().cpu().numpy()
-            self.decision = Decision(values, float(values.max()), None)
+            self.decision = Decision(values, self.spread.value, None)
             return scores
         assert self.params.seed is not None
         number = uniform(self.params.seed, input_ids.shape[1] - self.prompt_length)
         probabilities = torch.softmax(scores[0].double(), dim=-1).cpu().numpy()
-        top_logit = float(scores[0].max()) * self.params.temperature
-        self.decision = Decision(probabilities, top_logit, number)
+        self.decision = Decision(probabilities, self.spread.value, number)
         token = int(np.searchsorted(np.cumsum(probabilities), number, side="right"))
         chosen = torch.full_like(scores, -math.inf)
         chosen[0, min(token, len(probabilities) - 1)] = 0.0

@@ -27,7 +27,7 @@ def run_audit(
     budgets: Sequence[int],
     params: SamplingParams,
     slots: int,
-    spacings: float,
+    near_tie: float,
     out: Path | None,
 ) -> int:
     """Audit the methods; returns the exit code: 0 if all are lossless, 1 for a bug, a failed prompt, an empty test."""
@@ -41,7 +41,7 @@ def run_audit(
         for request in requests
     }
     reference = Reference.load(config, target, params)
-    rule = TieRule(target.dtype, spacings)
+    rule = TieRule(target.dtype, near_tie)
     print(
         f"{config.target} in {config.dtype}: {len(requests)} prompts, up to {params.max_new_tokens} tokens, "
         f"{slots} at a time, temperature {params.temperature:g}, against transformers' generate",

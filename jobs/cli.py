@@ -98,9 +98,11 @@ def generate(
     presence_penalty: PresencePenalty = 0.0,
     frequency_penalty: FrequencyPenalty = 0.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same text; without one each run draws its own.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="<str>", help="End before this text; may be given several times.")
+    ] = None,
     stop_token_id: Annotated[
-        list[int] | None, typer.Option(help="End after this token; may be given several times.")
+        list[int] | None, typer.Option(metavar="<int>", help="End after this token; may be given several times.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end token.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write a JSON object per prompt here instead of text.")] = None,
@@ -155,8 +157,9 @@ def audit(
     frequency_penalty: FrequencyPenalty = 0.0,
     seed: Seed = 0,
     near_tie: Annotated[
-        float, typer.Option(min=0.0, help="bfloat16: a near tie is at most so many grid spacings of the top logit.")
-    ] = 4.0,
+        float,
+        typer.Option(min=0.0, help="bfloat16: largest margin of a near tie, in standard deviations of the logits."),
+    ] = 0.2,
     out: Annotated[Path | None, typer.Option(help="Write the report as JSON here too.")] = None,
     limit: Limit = None,
     slots: Slots = 1,
