@@ -267,6 +267,7 @@ class TrajectoryStore:
         self, table: str, choose: Callable[[DeltaTable], list[FileInfo]], run_id: str, seq: int
     ) -> list[FileInfo]:
         """Add files to one log, fenced; whatever another commit changes meanwhile is looked at again."""
+        lost: CommitFailedError | None = None
         for _ in range(_MAX_COMMIT_TRIES):
             log = self._log(table)
             self._check_fence(log, run_id, seq)
@@ -282,10 +283,11 @@ class TrajectoryStore:
                     partition_by=list(PARTITION_COLUMNS),
                     commit_properties=_commit_properties(files, run_id, seq, turn),
                 )
-            except CommitFailedError:
+            except CommitFailedError as error:
+                lost = error
                 continue
             return files
-        raise StoreError(f"{self.path / table}: commit given up, others were faster {_MAX_COMMIT_TRIES} times.")
+        raise StoreError(f"{self.path / table}: commit given up after {_MAX_COMMIT_TRIES} tries: {lost}") from lost
 
     def _check_fence(self, log: DeltaTable, run_id: str, seq: int) -> None:
         # The log itself refuses a transaction that races with ours, but takes an old version from a fresh snapshot.
@@ -317,15 +319,7 @@ class TrajectoryStore:
     def _create_or_upgrade(self, table: str) -> None:
         full = pa.schema([*self._schemas[table], *PARTITION_FIELDS])
         if not DeltaTable.is_deltatable(str(self.path / table)):
-            with contextlib.suppress(DeltaError):  # another driver was faster: what it made is checked below
-                DeltaTable.create(
-                    self.path / table,
-                    schema=full,
-                    mode="ignore",
-                    partition_by=list(PARTITION_COLUMNS),
-                    configuration=_TABLE_PROPERTIES,
-                    raise_if_key_not_exists=False,
-                )
+            self._create(table, full)
         log = self._log(table)
         version = int(log.metadata().configuration.get("graft.schemaVersion", "0"))
         if version > SCHEMA_VERSION:
@@ -340,6 +334,20 @@ class TrajectoryStore:
                 log = self._log(table)
             if version < SCHEMA_VERSION:
                 log.alter.set_table_properties({"graft.schemaVersion": str(SCHEMA_VERSION)}, raise_if_not_exists=False)
+
+    def _create(self, table: str, schema: pa.Schema) -> None:
+        try:
+            DeltaTable.create(
+                self.path / table,
+                schema=schema,
+                mode="ignore",
+                partition_by=list(PARTITION_COLUMNS),
+                configuration=_TABLE_PROPERTIES,
+                raise_if_key_not_exists=False,
+            )
+        except (DeltaError, OSError) as error:
+            if not DeltaTable.is_deltatable(str(self.path / table)):  # else another driver was faster
+                raise StoreError(f"no trajectory store can be made at {self.path}: {error}.") from error
 
     def _register(self, target: str, dataset: dict[str, str]) -> None:
         key = f"graft.dataset.{target}"

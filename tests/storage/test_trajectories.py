@@ -367,6 +367,28 @@ def test_a_store_that_is_not_there_is_an_empty_snapshot(tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
+def test_a_place_where_nothing_can_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StoreError, match=r"no trajectory store can be made at .*/file/store"):
+        TrajectoryStore(tmp_path / "file" / "store").begin("run", "tiny", DATASET)
+
+
+def test_drivers_that_begin_at_once_find_one_store(tmp_path):
+    started = threading.Barrier(3)
+    firsts = []
+
+    def begin(run_id):
+        started.wait()
+        firsts.append(TrajectoryStore(tmp_path).begin(run_id, "tiny", DATASET))
+
+    threads = [threading.Thread(target=begin, args=(f"run-{index}",)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert firsts == [1, 1, 1] and TrajectoryStore(tmp_path).exists
+
+
 def test_committing_before_begin_says_so(tmp_path):
     store = TrajectoryStore(tmp_path / "nothing")
     with pytest.raises(StoreError, match="there is no trajectory store at"):
