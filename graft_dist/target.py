@@ -17,7 +17,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from transformers import (
     AutoTokenizer,
     GgufConfig,
 )
+from transformers.utils import logging as transformers_logging
 
 from graft_dist.attention import IMPLEMENTATION, pack_mask, transformers_attention
 from graft_dist.errors import TargetError
@@ -180,14 +182,15 @@ def _convert(gguf: Path, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(gguf.parent),
-            gguf_file=gguf.name,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-        )
-        model.save_pretrained(aside)
-        AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(aside)
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                str(gguf.parent),
+                gguf_file=gguf.name,
+                quantization_config=GgufConfig(dequantize=True),
+                dtype=torch.float32,
+            )
+            model.save_pretrained(aside)
+            AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(aside)
         try:
             os.rename(aside, folder)
         except OSError:
@@ -257,15 +260,16 @@ class Target:
             raise TargetError(f"target {spec!r} cannot be decoded with draft trees: {reason}")
         AttentionInterface.register(IMPLEMENTATION, transformers_attention)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
-            model = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                dtype=DTYPES[dtype],
-                attn_implementation=IMPLEMENTATION,
-                device_map={"": place} if place.type == "cuda" else None,
-                **options,
-            )
+            with _no_progress_bars():
+                tokenizer = AutoTokenizer.from_pretrained(source, **options)
+                model = AutoModelForCausalLM.from_pretrained(
+                    source,
+                    config=config,
+                    dtype=DTYPES[dtype],
+                    attn_implementation=IMPLEMENTATION,
+                    device_map={"": place} if place.type == "cuda" else None,
+                    **options,
+                )
         except (OSError, ValueError, KeyError) as error:
             raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
         target = cls(spec, model.eval().requires_grad_(False), tokenizer)
@@ -309,7 +313,7 @@ class Target:
         return self._decoder.norm.weight
 
     def read(self, token_ids: torch.Tensor, tap_layers: Sequence[int], first_row: int) -> TargetOutput:
-        """Read a whole sequence (int64 [L]) without a cache: features of all rows, logits of rows `first_row` .. L - 1."""
+        """Read a whole sequence (int64 [R]) without a cache: features of all rows, logits from `first_row` on."""
         rows = torch.arange(len(token_ids), device=self.device)
         return self.forward(token_ids[None], rows[None], None, None, tap_layers, rows[first_row:])
 
@@ -423,6 +427,18 @@ class Target:
             into[layer] = output[0] if isinstance(output, tuple) else output
 
         return self._decoder.layers[layer].register_forward_hook(record)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers' progress bars off the terminal: loading takes a second, and the answer goes there."""
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def _device(name: str) -> torch.device:

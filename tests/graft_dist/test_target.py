@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from graft_dist.draft_tree import DraftTree, ancestor_masks
 from graft_dist.errors import TargetError
-from graft_dist.target import Target, greedy_tokens, locate, refusal, tree_mask
-from tests.conftest import MODEL_TYPES, save_tiny_model, tiny_config
+from graft_dist.target import Target, _convert, greedy_tokens, locate, refusal, tree_mask
+from tests.conftest import MODEL_TYPES, build_tokenizer, save_tiny_model, tiny_config
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -219,6 +219,40 @@ def test_greedy_tokens(vocab_size: int, dtype: torch.dtype) -> None:
     assert torch.equal(greedy_tokens(logits), expected)
     logits[:, [vocab_size - 7, vocab_size - 3]] = 20
     assert greedy_tokens(logits).tolist() == [vocab_size - 7] * 9
+
+
+def test_two_processes_converting_at_once(
+    tmp_path: Path, tiny_folder: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is second keeps the first one's folder whole, and leaves nothing behind."""
+    gguf, folder = tmp_path / "model.gguf", tmp_path / "cache" / "model-1-0"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder("llama")), build_tokenizer()
+
+    def load(*args: object, **kwargs: object) -> object:
+        if not folder.exists():
+            nested.append(1)
+            if len(nested) == 1:
+                _convert(gguf, folder)  # the other process, from start to end, while this one loads
+        return model
+
+    nested: list[int] = []
+    monkeypatch.setattr("graft_dist.target.AutoModelForCausalLM.from_pretrained", load)
+    monkeypatch.setattr("graft_dist.target.AutoTokenizer.from_pretrained", lambda *args, **kwargs: tokenizer)
+    _convert(gguf, folder)
+    assert len(nested) == 2, "both converted"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    monkeypatch.undo()
+    assert Target.load(str(folder), dtype="float32", device="cpu").num_layers == 8
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> object:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("graft_dist.target.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        _convert(tmp_path / "model.gguf", tmp_path / "cache" / "model-1-0")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.mark.slow
