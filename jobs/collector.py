@@ -101,9 +101,11 @@ class Collector:
         try:
             if new is not None:
                 self._open(new)
-            while not self._is_slice_over(has_more, deadline):
+            while not self._has_news(has_more):
                 for event in self._engine.step():
                     self._take(event)
+                if self.clock() >= deadline:
+                    break
         except FATAL_ERRORS:
             raise
         except Exception as error:  # a fault anywhere in decoding must cost these units only, and must be reported
@@ -115,10 +117,11 @@ class Collector:
         """True if another unit's prompts could start now."""
         return self._engine.num_waiting == 0 and self._engine.num_live < self.num_slots
 
-    def _is_slice_over(self, has_more: bool, deadline: float) -> bool:
+    def _has_news(self, has_more: bool) -> bool:
+        """True if the driver should hear from here before another round is run."""
         if self._finished or self._failed or not self._engine.has_work:
             return True
-        return (has_more and self.has_free_slot) or self.clock() >= deadline
+        return has_more and self.has_free_slot
 
     def _report(self, unknown: tuple[str, ...]) -> Report:
         report = Report(tuple(self._finished), tuple(self._failed), unknown, self.has_free_slot, self._progress)

@@ -1,0 +1,98 @@
+"""Dense rounds say what decoding would have drafted and computed at every position."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from graft_dist.dense import ANCHORS_AT_ONCE, dense_rounds
+from graft_dist.drafter import DFlashDrafter, DFlashModel, DrafterConfig
+from graft_dist.target import Target
+
+PROMPT = [5, 9, 44, 130, 17, 201, 8]
+NUM_CANDIDATES = 6
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_llama: Target) -> DFlashDrafter:
+    torch.manual_seed(3)
+    config = DrafterConfig(
+        hidden_size=tiny_llama.hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+        vocab_size=tiny_llama.vocab_size,
+        block_size=5,
+        num_target_layers=tiny_llama.num_layers,
+        mask_token_id=0,
+        target_layer_ids=(1, 4),
+    )
+    return DFlashDrafter(DFlashModel(config), tiny_llama, "random")
+
+
+def output_tokens(number: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, 320, number).tolist()
+
+
+def test_candidates_are_those_that_decoding_drafts_at_each_position(tiny_llama: Target, drafter: DFlashDrafter) -> None:
+    tokens = [*PROMPT, *output_tokens(ANCHORS_AT_ONCE + 9)]
+    rounds = dense_rounds(tiny_llama, drafter, "s", PROMPT, tokens[len(PROMPT) :], NUM_CANDIDATES)
+    assert [record.context_length for record in rounds] == list(range(len(PROMPT), len(tokens) - 1))
+    assert [record.round_index for record in rounds] == list(range(len(rounds)))
+    positions = torch.arange(len(tokens))[None]
+    features = tiny_llama.forward(torch.tensor([tokens]), positions, None, None, drafter.target_layer_ids).features
+    for record in rounds[:: ANCHORS_AT_ONCE // 3]:
+        cache = drafter.new_cache(1, len(tokens))
+        cache.add()
+        anchor = record.context_length
+        proposal = drafter.propose(cache, features[:, :anchor], [anchor], [tokens[anchor]], NUM_CANDIDATES)
+        assert record.root_token == tokens[anchor]
+        np.testing.assert_array_equal(record.candidate_ids, proposal.candidate_ids[0])
+        np.testing.assert_allclose(record.candidate_log_probs, proposal.log_probs[0], atol=1e-4)
+        assert 0 < record.conf < 1
+
+
+def test_logits_are_the_targets_own_given_the_tokens_that_followed(tiny_llama: Target, drafter: DFlashDrafter) -> None:
+    tokens = [*PROMPT, *output_tokens(12)]
+    rounds = dense_rounds(tiny_llama, drafter, "s", PROMPT, tokens[len(PROMPT) :], NUM_CANDIDATES)
+    logits = tiny_llama.model(input_ids=torch.tensor([tokens])).logits[0].detach()
+    for record in rounds:
+        anchor = record.context_length
+        assert record.followed.tolist() == tokens[anchor + 1 : anchor + 1 + drafter.draft_depth]
+        assert record.parent_logits.shape == (len(record.followed), NUM_CANDIDATES)
+        for depth, row in enumerate(record.parent_logits):
+            expected = logits[anchor + depth]
+            np.testing.assert_allclose(row, expected[record.candidate_ids[depth].tolist()].numpy(), atol=1e-4)
+            assert record.parent_logsumexp[depth] == pytest.approx(float(expected.logsumexp(-1)), abs=1e-4)
+    assert len(rounds[-1].followed) == 1
+
+
+def test_a_later_token_changes_no_candidate_before_it(tiny_llama: Target, drafter: DFlashDrafter) -> None:
+    first = output_tokens(10)
+    second = [*first[:7], (first[7] + 1) % 320, *first[8:]]
+    ours = dense_rounds(tiny_llama, drafter, "s", PROMPT, first, NUM_CANDIDATES)
+    theirs = dense_rounds(tiny_llama, drafter, "s", PROMPT, second, NUM_CANDIDATES)
+    for a, b in zip(ours[:7], theirs[:7], strict=True):
+        np.testing.assert_allclose(a.candidate_log_probs, b.candidate_log_probs, atol=1e-5)
+    assert not np.allclose(ours[7].candidate_log_probs, theirs[7].candidate_log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize("output", [[], [7]])
+def test_an_answer_without_a_continuation_has_no_dense_round(
+    tiny_llama: Target, drafter: DFlashDrafter, output: list[int]
+) -> None:
+    assert dense_rounds(tiny_llama, drafter, "s", PROMPT, output, NUM_CANDIDATES) == []
+
+
+def test_a_dense_round_has_no_tree_and_no_timings(tiny_llama: Target, drafter: DFlashDrafter) -> None:
+    record = dense_rounds(tiny_llama, drafter, "s", PROMPT, [4, 5, 6], NUM_CANDIDATES)[0]
+    assert record.kind == "dense"
+    assert (len(record.tree_tokens), record.budget, record.num_tokens, record.verify_ns, record.is_mismatch) == (
+        0, 0, 0, 0, False,
+    )  # fmt: skip

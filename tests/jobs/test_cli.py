@@ -1,0 +1,289 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from graft_dist.drafter import DFlashModel, DrafterConfig, save_drafter
+from graft_dist.engine import Engine
+from graft_dist.generate import Answer, Request
+from graft_dist.sampling import SamplingParams
+from graft_dist.target import Target
+from jobs import audit_command, cli
+from jobs.bench_folder import write_aside
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SAMPLING = "--max-new-tokens --temperature --top-p --top-k --min-p --seed"
+PENALTIES = "--repetition-penalty --presence-penalty --frequency-penalty"
+LOADING = "--threads --dtype --device --drafter"
+SURFACE = {
+    "generate": "--config --prompt --prompts --method --budget --stop --stop-token-id --ignore-eos --out --limit "
+    f"--slots {SAMPLING} {PENALTIES} {LOADING}",
+    "audit": "--config --prompts --methods --budgets --near-tie --out --limit --slots "
+    f"{SAMPLING} {PENALTIES} {LOADING}",
+    "bench": f"--config --prompts --methods --budgets --warmup --out --limit {SAMPLING} {LOADING}",
+    "query": "--store --format",
+    "targets": "",
+    "version": "",
+}
+STAGES = "draft_ms build_ms verify_ms commit_ms"
+RAW_KEYS = f"prompt_id task method budget num_output_tokens decode_s prefill_s num_rounds mat {STAGES}"
+SUMMARY_KEYS = "method budget task speedup speedup_low speedup_high mat tokens_per_s mean_budget num_prompts"
+
+
+def commands() -> dict[str, list[str]]:
+    """Every command with its options, --help left out."""
+    group = typer.main.get_command(cli.app)
+    return {
+        name: sorted(option for parameter in command.params for option in parameter.opts if option.startswith("--"))
+        for name, command in group.commands.items()  # type: ignore[attr-defined]
+    }
+
+
+def test_the_surface_is_frozen() -> None:
+    assert commands() == {name: sorted(options.split()) for name, options in SURFACE.items()}
+
+
+def test_every_command_and_option_is_documented() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    for name, options in commands().items():
+        section = re.search(rf"\n## `graft {name}`\n(.*?)(?=\n## |\Z)", page, re.DOTALL)
+        assert section, f"docs/commands.md has no section on graft {name}"
+        for option in options:
+            assert re.search(rf"{option}(?![\w-])", section[1]), f"the section on graft {name} lacks {option}"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_every_command(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^  {name} ", shown, re.MULTILINE) for name in SURFACE)
+
+
+def test_targets_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["targets"]) == 0
+    assert "builtin:smollm2-135m" in capsys.readouterr().out
+    assert cli.run(["version"]) == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[[str], Path], tiny_llama: Target) -> Path:
+    """A folder with tiny.yaml (a random target and a random drafter), prompts.jsonl and bad.jsonl."""
+    folder = tmp_path_factory.mktemp("project")
+    torch.manual_seed(1)
+    drafter = DrafterConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, vocab_size=320,
+        block_size=5, num_target_layers=8, mask_token_id=0, target_layer_ids=(1, 4),
+    )  # fmt: skip
+    save_drafter(DFlashModel(drafter), folder / "drafter", tokenizer_sha256=tiny_llama.tokenizer_sha256)
+    config = {"target": str(tiny_folder("llama")), "drafter": str(folder / "drafter"), "dtype": "float32"}
+    config |= {"device": "cpu", "max_length": 256, "max_slots": 2, "threads": 1, "budgets": [4, 8]}
+    (folder / "tiny.yaml").write_text(json.dumps(config))
+    prompts = [{"id": f"p{index}", "task": "ab"[index % 2], "turns": [f"add {index}"]} for index in range(4)]
+    lines = [json.dumps(prompt) for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "bad.jsonl").write_text("\n".join([lines[0], "{broken", lines[1]]) + "\n")
+    (folder / "long.jsonl").write_text(json.dumps({"id": "long", "turns": ["x" * 400]}) + "\n" + lines[0] + "\n")
+    (folder / "empty.jsonl").write_text("\n")
+    return folder
+
+
+ERRORS = [
+    (["nonsense"], "No such command 'nonsense'"),
+    (["bench"], "Missing option '--config'"),
+    (["generate", "--config", "nowhere.yaml", "--prompt", "x"], "nowhere.yaml: no such file"),
+    (["generate", "--config", "{p}/unknown.yaml", "--prompt", "x"], "unknown key bugdet, did you mean budget"),
+    (["generate", "--config", "{p}/tiny.yaml"], "either --prompt TEXT or --prompts FILE"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", " "], "--prompt is empty"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompts", "{p}/nowhere.jsonl"], "cannot be read"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompts", "{p}/empty.jsonl"], "holds no prompts"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--method", "tree"], "unknown method 'tree'"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--budget", "-1"], "--budget"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--budget", "5000"], "up to 4096"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--top-p", "3"], "top_p must be above 0"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--out", "/no/where/x.jsonl"], "no folder /no/where"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--drafter", "./nope"], "./nope"),
+    (["audit", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--methods", "plain,x"], "method 'x'"),
+    (["audit", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--budgets", "8,y"], "is '8,y'"),
+    (["bench", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--out", "{p}/b", "--methods", "ddtree"],
+     "add plain"),
+    (["bench", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--out", "{p}/b", "--methods", "plain,hf",
+      "--temperature", "1"], "greedy generate"),
+    (["query", "--store", "{p}/no-store", "runs"], "no trajectory store"),
+    (["query", "--store", "{p}/no-store", "runs", "--format", "xml"], "--format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), ERRORS)
+def test_mistakes_are_one_sentence_and_exit_code_two(
+    arguments: list[str], sentence: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_aside(project / "unknown.yaml", (project / "tiny.yaml").read_text().replace('"budgets"', '"bugdet"'))
+    assert cli.run([argument.format(p=project) for argument in arguments]) == 2
+    shown = capsys.readouterr()
+    assert sentence in shown.err
+    assert shown.err.count("\n") == 1 and shown.err.startswith("graft: ")
+    assert shown.out == ""
+
+
+def test_generate_prints_the_same_text_with_every_method(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for method in ("plain", "chain", "ddtree"):
+        arguments = ["--prompt", "add", "--method", method, "--max-new-tokens", "9"]
+        assert cli.run(["generate", "--config", f"{project}/tiny.yaml", *arguments]) == 0
+        shown = capsys.readouterr()
+        texts.append(shown.out)
+        assert re.search(r"\[9 tokens, .* rounds, MAT \d", shown.err)
+    assert len(set(texts)) == 1
+
+
+def test_generate_writes_rows_in_prompt_order_and_reports_what_failed(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    options = ["--max-new-tokens", "6", "--slots", "2", "--out", str(out)]
+    assert cli.run(["generate", "--config", f"{project}/tiny.yaml", "--prompts", f"{project}/bad.jsonl", *options]) == 1
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["p0", "bad.jsonl:2", "p1"]
+    assert [row["finish_reason"] == "error" for row in rows] == [False, True, False]
+    assert "not valid JSON" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]  # nothing is left aside
+    assert (
+        cli.run(["generate", "--config", f"{project}/tiny.yaml", "--prompts", f"{project}/long.jsonl", *options]) == 1
+    )
+    assert "leaves no room" in capsys.readouterr().err
+
+
+def test_audit_passes_in_float32_and_writes_its_report(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "report.json"
+    options = ["--max-new-tokens", "8", "--slots", "2", "--budgets", "3,6", "--out", str(out)]
+    prompts = ["--prompts", f"{project}/prompts.jsonl"]
+    assert cli.run(["audit", "--config", f"{project}/tiny.yaml", *prompts, *options]) == 0
+    shown = capsys.readouterr().out
+    for arm in ("plain", "chain-4", "ddtree-3", "ddtree-6"):
+        assert re.search(rf"^{arm}: ok: 4 of 4 prompts identical \(\d+ tokens", shown, re.MULTILINE)
+    report = json.loads(out.read_text())
+    assert [arm["name"] for arm in report["reports"]] == ["plain", "chain-4", "ddtree-3", "ddtree-6"]
+    assert report["reports"][3]["num_drafted"] > 0
+    sampled = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "5", "--max-new-tokens", "8"]
+    assert cli.run(["audit", "--config", f"{project}/tiny.yaml", *prompts, *sampled]) == 0
+
+
+def test_audit_of_an_engine_that_errs_fails(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = audit_command.answer_all
+
+    def shifted(engine: Engine, requests: list[Request], params: SamplingParams) -> Iterator[Answer]:
+        for answer in honest(engine, requests, params):
+            tokens = answer.token_ids
+            yield replace(answer, token_ids=[*tokens[:2], (tokens[2] + 1) % 320, *tokens[3:]])
+
+    monkeypatch.setattr(audit_command, "answer_all", shifted)
+    arguments = ["--prompts", f"{project}/prompts.jsonl", "--methods", "plain", "--max-new-tokens", "6", "--limit", "1"]
+    assert cli.run(["audit", "--config", f"{project}/tiny.yaml", *arguments]) == 1
+    shown = capsys.readouterr().out
+    assert "plain: FAILED: 0 of 1 prompts identical" in shown
+    assert "BUG: p0 at output token 2" in shown
+
+
+def run_bench(project: Path, out: Path, *more: str) -> int:
+    fixed = ["--prompts", f"{project}/prompts.jsonl", "--methods", "plain,hf,chain,ddtree", "--max-new-tokens", "6"]
+    return cli.run(["bench", "--config", f"{project}/tiny.yaml", "--out", str(out), *fixed, *more])
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_bench_writes_rows_summary_tables_and_provenance(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_bench(project, tmp_path) == 0
+    raw = read_lines(tmp_path / "raw.jsonl")
+    assert all(list(row) == RAW_KEYS.split() for row in raw)
+    arms = {("plain", 0), ("hf", 0), ("chain", 4), ("ddtree", 4), ("ddtree", 8)}
+    assert {(row["method"], row["budget"]) for row in raw} == arms
+    assert len(raw) == 4 * len(arms)
+    assert len({row["method"] for row in raw[:: len(arms)]}) > 1  # the order rotates
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert all(list(row) == SUMMARY_KEYS.split() for row in summary)
+    assert {row["task"] for row in summary} == {"a", "b", "all"}
+    assert len(summary) == 3 * len(arms)
+    assert [row["speedup"] for row in summary if row["method"] == "plain"] == [1.0] * 3
+    outputs = read_lines(tmp_path / "outputs.jsonl")
+    by_prompt: dict[str, set[str]] = {}
+    for row in outputs:
+        by_prompt.setdefault(row["prompt_id"], set()).add(str(row["output_token_ids"]))
+    assert all(len(texts) == 1 for texts in by_prompt.values())  # float32: all arms said the same
+    assert "| ddtree | 8 | all |" in (tmp_path / "summary.md").read_text()
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert {"settings", "machine", "versions", "commit", "command"} <= run.keys()
+    assert re.search(r"^ddtree +8 ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_stopped_bench_goes_on_and_another_one_is_refused(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_bench(project, tmp_path, "--warmup", "0") == 0
+    whole = (tmp_path / "raw.jsonl").read_text()
+    lines = whole.splitlines(keepends=True)
+    # As a stopped process leaves it: two prompts whole, one without its last arms, half a line.
+    (tmp_path / "raw.jsonl").write_text("".join(lines[:13]) + lines[13][:20])
+    assert run_bench(project, tmp_path, "--warmup", "0") == 0
+    again = (tmp_path / "raw.jsonl").read_text().splitlines(keepends=True)
+    assert again[:10] == lines[:10]
+    assert again[10:] != lines[10:] and len(again) == len(lines)
+    assert len(read_lines(tmp_path / "outputs.jsonl")) == len(lines)
+    assert len(json.loads((tmp_path / "run.json").read_text())["resumed"]) == 1
+    capsys.readouterr()
+    assert run_bench(project, tmp_path, "--budgets", "5") == 2
+    assert "holds a benchmark with arms" in capsys.readouterr().err
+
+
+def test_bench_reports_prompts_that_could_not_be_measured(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["--prompts", f"{project}/long.jsonl", "--methods", "plain,ddtree", "--max-new-tokens", "4"]
+    assert cli.run(["bench", "--config", f"{project}/tiny.yaml", "--out", str(tmp_path), *prompts]) == 1
+    assert "long was left out: plain: the prompt has" in capsys.readouterr().err
+    assert {row["prompt_id"] for row in read_lines(tmp_path / "raw.jsonl")} == {"p0"}
+
+
+def test_an_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "load_config", interrupt)
+    assert cli.run(["generate", "--config", "x", "--prompt", "y"]) == 130
+    assert capsys.readouterr().err.strip().splitlines()[-1] == "graft: interrupted"
+
+
+def test_a_reader_that_went_away_ends_quietly() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as closed:
+        command = [sys.executable, "-m", "jobs.cli", "targets"]
+        done = subprocess.run(command, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_files_are_written_aside(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    write_aside(file, "one")
+    write_aside(file, "two")
+    assert file.read_text() == "two"
+    assert list(tmp_path.iterdir()) == [file]
