@@ -34,6 +34,10 @@ app = typer.Typer(
 )
 
 
+INTERRUPTED = 130
+"""What Typer turns Ctrl-C into."""
+
+
 class DtypeName(StrEnum):
     """Number formats that a target is computed in."""
 
@@ -345,6 +349,8 @@ def run(arguments: list[str]) -> int:
     try:
         code = command.main(args=arguments or ["--help"], prog_name="graft", standalone_mode=False)
         sys.stdout.flush()
+        if code == INTERRUPTED:
+            print("graft: interrupted", file=sys.stderr)
         return code if isinstance(code, int) else 0
     except GraftError as error:
         print(f"graft: {error}", file=sys.stderr)
@@ -352,9 +358,6 @@ def run(arguments: list[str]) -> int:
     except TyperException as error:
         print(f"graft: {error.format_message()}", file=sys.stderr)
         return error.exit_code
-    except (KeyboardInterrupt, typer.Abort):
-        print("graft: interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
