@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
 from graft_dist.policy import DecodingPolicy, chain, ddtree, exploring, plain
 from graft_dist.rounds import RoundRecord
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from tests.conftest import MODEL_TYPES, FakeDrafter
+from tests.graft_dist.test_drafter import tiny_model
 
 
 def prompts(vocab_size: int, lengths: Sequence[int] = (7, 1, 23, 12), seed: int = 3) -> list[list[int]]:
@@ -124,6 +126,20 @@ def test_mixed_batch(tiny_llama: Target) -> None:
     assert decode(tiny_llama, drafter, ddtree(9, 4), requests * 2, max_slots=4)[0] == alone * 2
 
 
+def test_the_real_drafter_is_lossless(tiny_llama: Target) -> None:
+    """An untrained DFlash drafter: hardly anything is accepted, everything is exercised."""
+    requests = [
+        (prompt, SamplingParams(max_new_tokens=20 + 3 * i, ignore_eos=True))
+        for i, prompt in enumerate(prompts(tiny_llama.vocab_size))
+    ]
+    expected = decode(tiny_llama, None, plain(), requests)[0]
+    drafter = DFlashDrafter(tiny_model(tiny_llama), tiny_llama, "untrained")
+    for policy in (chain(), ddtree(60, 30)):
+        got, _, records = decode(tiny_llama, drafter, policy, requests, max_slots=3, prefill_chunk=9, record=True)
+        assert got == expected
+        assert all(record.conf > 0 for per in records for record in per if len(record.candidate_ids))
+
+
 def test_every_stop_position(tiny_llama: Target) -> None:
     prompt = prompts(tiny_llama.vocab_size, lengths=(8,))[0]
     full = decode(tiny_llama, None, plain(), [(prompt, SamplingParams(max_new_tokens=14, ignore_eos=True))])[0][0]
@@ -149,8 +165,13 @@ def test_context_limit(tiny_llama: Target) -> None:
     full = decode(tiny_llama, None, plain(), [(prompt, params)])[0][0]
     drafter = FakeDrafter(tiny_llama, [prompt + full], accuracy=0.9)
     for room in (1, 2, 3, 9):
-        got, reasons, _ = decode(tiny_llama, drafter, ddtree(60, 8), [(prompt, params)], max_length=20 + room)
+        got, reasons, records = decode(
+            tiny_llama, drafter, ddtree(60, 8), [(prompt, params)], max_length=20 + room, record=True
+        )
         assert got[0] == full[:room]
+        for record in records[0]:
+            left = 20 + room - record.context_length - 1
+            assert record.tree_depths.max() <= left - 1, "a node too deep to become output"
         assert reasons == ["length"]
     longest = tiny_llama.max_position_embeddings
     prompt = prompts(tiny_llama.vocab_size, lengths=(longest - 15,))[0]
