@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, the packages are beside it
@@ -30,11 +30,11 @@ from jobs.driver import DriverSettings
 from jobs.ray_pool import PoolSettings
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, and return the exit code."""
+def main(argv: Sequence[str] | None = None, failpoint: Callable[[str], None] = lambda _: None) -> int:
+    """Parse, run, and return the exit code; `failpoint` is for tests, see `Driver`."""
     options = _parser().parse_args(argv)
     try:
-        return run(request_from(options))
+        return run(request_from(options), failpoint)
     except GraftError as error:
         print(f"collect: {error}", file=sys.stderr, flush=True)
         return 2
