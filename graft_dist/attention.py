@@ -1,9 +1,9 @@
 """Grouped-query attention with an explicit mask.
 
 Owns the one attention call that the target, the drafter's training and the drafter's decoding share. PyTorch's
-`scaled_dot_product_attention(enable_gqa=True)` leaves its fast kernel as soon as a mask is given (bf16, CPU: 13.9 ms against
-2.6 ms for 64 slots and 300 keys), so the query heads that share a key/value head are folded into the query rows instead: no
-key or value is copied, and every backend keeps its masked kernel.
+`scaled_dot_product_attention(enable_gqa=True)` leaves its fast kernel as soon as a mask is given (bf16, CPU: 13.9
+ms against 2.6 ms for 64 slots and 300 keys), so the query heads that share a key/value head are folded into the
+query rows instead: no key or value is copied, and every backend keeps its masked kernel.
 
 Letters: S slots, Q query heads, G key/value heads, R query rows, W cache width, d head size.
 """

@@ -1,12 +1,13 @@
-"""The DFlash drafter: a small block-diffusion transformer that proposes the next D tokens in one pass (arXiv 2602.06036).
+"""The DFlash drafter: a small block-diffusion transformer that proposes the next D tokens in one pass (arXiv
+2602.06036).
 
 Owns the architecture, the public checkpoint layout, and the context cache used while decoding; how it is trained is in
 `learning/drafter.py`, which calls the same `DFlashModel`.
 
-It has no embedding and no LM head of its own. Hidden states of the target at `target_layer_ids` are fused into *context
-features*, which enter every layer as keys and values; the queries are a *block*: the embedding of the root token, then D
-mask tokens. Attention is bidirectional inside the block and over the whole context. Rows 1..D of the output, through the
-target's LM head, are the distributions of the next D tokens.
+It has no embedding and no LM head of its own. Hidden states of the target at `target_layer_ids` are fused into
+*context features*, which enter every layer as keys and values; the queries are a *block*: the embedding of the root
+token, then D mask tokens. Attention is bidirectional inside the block and over the whole context. Rows 1..D of the
+output, through the target's LM head, are the distributions of the next D tokens.
 
 Letters: S slots, R context rows, B = D + 1 block rows, D draft depth, K candidates, H hidden, F = taps * H, G kv heads,
 d head size, W cache width, V vocabulary.
@@ -94,14 +95,16 @@ class DrafterConfig:
             raise DrafterError(f"target_layer_ids {list(self.target_layer_ids)} must be increasing without repeats")
         if min(self.target_layer_ids) < 0 or max(self.target_layer_ids) >= self.num_target_layers - 1:
             raise DrafterError(
-                f"target_layer_ids {list(self.target_layer_ids)} must lie in 0..{self.num_target_layers - 2} for a target of "
-                f"{self.num_target_layers} layers: what transformers returns for the last layer is taken after the final norm"
+                f"target_layer_ids {list(self.target_layer_ids)} must lie in 0..{self.num_target_layers - 2} for a "
+                f"target of {self.num_target_layers} layers: what transformers returns for the last layer is taken after the "
+                "final norm"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise DrafterError(f"mask_token_id {self.mask_token_id} is outside the embedding of {self.vocab_size} rows")
         if self.num_attention_heads % self.num_key_value_heads:
             raise DrafterError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}"
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
             )
 
     @property
@@ -155,7 +158,8 @@ class DrafterConfig:
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The taps of a checkpoint that names none: one in the middle, or spread from layer 1 to the fourth from the end."""
+    """The taps of a checkpoint that names none: one in the middle, or spread from layer 1 to the fourth from the
+    end."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -300,8 +304,8 @@ class DFlashModel(nn.Module):
     def forward(self, block: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Embedded `block` [S, B, H] at `positions` [S, B] -> final hidden rows [S, B, H].
 
-        `attend` supplies the context: it gets each layer's block queries, keys and values and returns what they attended to.
-        """
+        `attend` supplies the context: it gets each layer's block queries, keys and values and returns what they
+        attended to."""
         rotary = self.rotary(positions, block.dtype)
         for index, layer in enumerate(self.layers):
             block = layer(index, block, rotary, attend)
@@ -340,9 +344,8 @@ class DFlashDrafter:
     def load(spec: str, target: Target, *, revision: str | None = None) -> DFlashDrafter:
         """Load a drafter for `target` from `builtin:NAME`, a checkpoint folder, or a Hugging Face id.
 
-        Raises `DrafterError` when there is no such checkpoint, when its tensors are not exactly the public layout's, or when
-        it does not fit the target.
-        """
+        Raises `DrafterError` when there is no such checkpoint, when its tensors are not exactly the public
+        layout's, or when it does not fit the target."""
         return load_drafter(checkpoint_folder(spec, revision), target)
 
     @property
@@ -371,7 +374,8 @@ class DFlashDrafter:
 
     @torch.inference_mode()
     def extend(self, cache: SlotCache, slots: Sequence[int], features: torch.Tensor, counts: Sequence[int]) -> None:
-        """Append `counts[i]` rows of `features` [len(slots), R, F] to the context of each of `slots`, without drafting."""
+        """Append `counts[i]` rows of `features` [len(slots), R, F] to the context of each of `slots`, without
+        drafting."""
         starts = torch.tensor([cache.lengths[slot] for slot in slots], device=features.device)
         rows = torch.arange(features.shape[1], device=features.device)
         positions = starts[:, None] + rows
@@ -463,7 +467,8 @@ def load_drafter(folder: Path, target: Target) -> DFlashDrafter:
     expected = metadata.get("tokenizer_sha256")
     if expected is not None and expected != target.tokenizer_sha256:
         raise DrafterError(
-            f"the drafter in {folder} was trained with tokenizer {expected[:12]}, the target's is {target.tokenizer_sha256[:12]}"
+            f"the drafter in {folder} was trained with tokenizer {expected[:12]}, the target's is "
+            f"{target.tokenizer_sha256[:12]}"
         )
     model = build_model(config, tensors, folder)
     return DFlashDrafter(model, target, fingerprint(config, tensors))
@@ -488,7 +493,7 @@ def read_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]
         try:
             with safe_open(path, framework="pt") as file:
                 metadata |= file.metadata() or {}
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}
+                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         except Exception as error:
             raise DrafterError(f"{path} cannot be read as safetensors: {error}") from error
     if not tensors:

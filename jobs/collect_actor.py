@@ -108,7 +108,7 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
         max_slots=plan.num_slots,
         max_length=min(config.max_length, target.max_position_embeddings),
         memory_limit_bytes=None if config.memory_limit_gb is None else int(config.memory_limit_gb * 1e9),
-        record=plan.store is not None,
+        record=plan.store is not None and spec.records_rounds,
         detokenize=False,
     )
     dense = None

@@ -34,6 +34,7 @@ class DecodeSpec:
     seed: int = 0
     num_samples: int = 1
     dense: bool = False
+    records_rounds: bool = True  # False keeps the sequences only
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -92,6 +93,7 @@ class DecodeSpec:
                 "sampling": asdict(self.sampling),
                 "seed": None if self.sampling.is_greedy else self.seed,
                 "dense": self.dense,
+                "rounds": self.records_rounds,
             }
         )
 

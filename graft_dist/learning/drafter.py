@@ -1,14 +1,14 @@
-"""Training a DFlash drafter on sequences that the target itself generated (DFlash, arXiv 2602.06036, section on training).
+"""Training a DFlash drafter on sequences that the target itself generated (DFlash, arXiv 2602.06036, section on
+training).
 
-A training step takes whole answers. Each is read once by the target, which gives the context features and its own next-token
-distribution at every position; then *anchors* are drawn at random in the answer, each the root of one block, and the drafter
-predicts the D tokens after every anchor in one pass. An anchor sees the features strictly before it and its own block, never
-another block. The loss of depth d weighs exp(-(d - 1) / gamma) and mixes the target's distribution (soft) with the token
-that followed (hard). Embedding and LM head stay the target's, frozen.
+A training step takes whole answers. Each is read once by the target, which gives the context features and its own
+next-token distribution at every position; then *anchors* are drawn at random in the answer, each the root of one
+block, and the drafter predicts the D tokens after every anchor in one pass. An anchor sees the features strictly
+before it and its own block, never another block. The loss of depth d weighs exp(-(d - 1) / gamma) and mixes the
+target's distribution (soft) with the token that followed (hard). Embedding and LM head stay the target's, frozen.
 
-Letters: T tokens of a sequence, A anchors, B = D + 1 block rows, D draft depth, H hidden, F tap width, K teacher's top tokens,
-G key/value heads, N query heads per key/value head, d head size, U tokens in the training softmax.
-"""
+Letters: T tokens of a sequence, A anchors, B = D + 1 block rows, D draft depth, H hidden, F tap width, K teacher's
+top tokens, G key/value heads, N query heads per key/value head, d head size, U tokens in the training softmax."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ IGNORED = -100
 """Label of a block row that lies behind the end of its sequence."""
 
 LANES = 8
-"""Sequences are dealt to this many lanes by index and workers own whole lanes, so that the order of the data does not depend
+"""Sequences are dealt to this many lanes by index and workers own whole lanes, so that the order of the data does
+not depend
 on the number of workers (1, 2, 4 or 8) and a sequence's cached features are needed by one worker only."""
 
 
@@ -96,7 +97,8 @@ class Lesson:
     features: torch.Tensor
     """[T, F] tapped hidden states."""
     teacher_ids: torch.Tensor
-    """int32 [T, K] the target's most likely tokens *at* position t, given the tokens before it (rows of the prompt are 0)."""
+    """int32 [T, K] the target's most likely tokens *at* position t, given the tokens before it (rows of the prompt
+    are 0)."""
     teacher_log_probs: torch.Tensor
     """[T, K] their log-probabilities over the whole vocabulary."""
 
@@ -173,9 +175,8 @@ def _block_attention(
 ) -> Attend:
     """Attention of A blocks laid out in one row: each sees its own context columns and itself.
 
-    Written out in matrix products instead of one masked call, because a mask over all blocks' keys would spend most of the
-    work on pairs of blocks that must not see each other. `hidden_columns` is bool [A, T].
-    """
+    Written out in matrix products instead of one masked call, because a mask over all blocks' keys would spend most
+    of the work on pairs of blocks that must not see each other. `hidden_columns` is bool [A, T]."""
     groups, head_dim = config.num_key_value_heads, config.head_dim
     num_anchors, size = len(hidden_columns), config.block_size
     blocked = hidden_columns[:, None]
@@ -313,14 +314,17 @@ class DrafterScore:
 def count_hits(
     model: DFlashModel, target: Target, lessons: Sequence[Lesson], anchors_per_sequence: int = 48, seed: int = 0
 ) -> torch.Tensor:
-    """Raw counts at random anchors of `lessons`, float64 [3 + D]: anchors, leading depths right, leading depths among the
+    """Raw counts at random anchors of `lessons`, float64 [3 + D]: anchors, leading depths right, leading depths
+    among the
     first eight choices, then per depth how often the first choice is right. Sums over workers add up."""
     depth = model.config.draft_depth
     counts = torch.zeros(3 + depth, dtype=torch.float64)
     for index, lesson in enumerate(lessons):
         anchors = draw_anchors(lesson, anchors_per_sequence, np.random.default_rng((seed, index)))
         hidden = block_hidden(model, target.embed, lesson, anchors)
-        top = target.lm_head(hidden.to(target.dtype)).topk(8, dim=-1).indices
+        # In two dimensions: on a slice of three, matmul copies the whole LM head once per anchor.
+        logits = target.lm_head(hidden.flatten(0, 1).to(target.dtype))
+        top = logits.topk(8, dim=-1).indices.unflatten(0, hidden.shape[:2])
         labels = block_labels(lesson.tokens, anchors, depth)
         right = (top[..., 0] == labels).double()
         close = (top == labels[..., None]).any(dim=-1).double()
@@ -343,9 +347,8 @@ def score_of(counts: torch.Tensor) -> DrafterScore:
 def initial_model(config: DrafterConfig, target: Target, seed: int) -> DFlashModel:
     """A fresh drafter. Where the target's last layers have the drafter's shapes, it starts from their weights.
 
-    The context features then start as the last tap through the last layer's input norm, so that the copied key and value
-    projections see what they were trained on.
-    """
+    The context features then start as the last tap through the last layer's input norm, so that the copied key and
+    value projections see what they were trained on."""
     torch.manual_seed(seed)
     model = DFlashModel(config)
     for parameter in model.parameters():
@@ -443,8 +446,8 @@ class LessonCache:
 class DrafterTrainer:
     """One training run: a model, its optimizers, and a folder with checkpoints and a log.
 
-    The folder holds `drafter/` (the public checkpoint), `state-STEP.safetensors` + `state.json` (to resume) and `log.jsonl`.
-    Under `torch.distributed` every worker runs the same code on its own lanes; the first one writes.
+    The folder holds `drafter/` (the public checkpoint), `state-STEP.safetensors` + `state.json` (to resume) and
+    `log.jsonl`. Under `torch.distributed` every worker runs the same code on its own lanes; the first one writes.
     """
 
     def __init__(
@@ -554,7 +557,8 @@ class DrafterTrainer:
         return score_of(counts)
 
     def _save(self) -> None:
-        """Write the checkpoint and the state aside, then rename; the state's JSON last, because resuming reads it first."""
+        """Write the checkpoint and the state aside, then rename; the state's JSON last, because resuming reads it
+        first."""
         save_drafter(self.model, self.folder / "drafter", tokenizer_sha256=self.target.tokenizer_sha256)
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for number, optimizer in enumerate(self.optimizers):

@@ -1,0 +1,232 @@
+"""One drafter training run: let the target answer, read the answers from the store, train on Ray Train's workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graft_dist.config import TargetConfig
+from graft_dist.drafter import DrafterConfig
+from graft_dist.errors import ConfigError, DrafterError
+from graft_dist.learning.drafter import Answer, DrafterScore, DrafterTrainer, DrafterTraining
+from graft_dist.prompts import Prompt, is_held_out, read_prompts
+from graft_dist.sampling import SamplingParams
+from graft_dist.target import Target
+from jobs.cluster import connect
+from jobs.collection import CollectRequest
+from jobs.collection import run as collect
+from jobs.decode_spec import DecodeSpec
+from jobs.driver import Ending
+from jobs.ray_pool import PoolSettings
+from storage.query import connect as connect_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterShape:
+    """The free choices of a drafter's architecture; the rest follows the target."""
+
+    num_layers: int = 2
+    block_size: int = 8
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    """A token of the target's vocabulary that never occurs in text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterRequest:
+    """What a training run is asked to do."""
+
+    config: TargetConfig
+    prompts: tuple[str, ...]
+    store: str  # root of the trajectory store that holds the answers
+    out: Path  # folder of the run: checkpoints, log, and `drafter/`
+    shape: DrafterShape
+    training: DrafterTraining
+    temperatures: tuple[float, ...] = (0.0,)  # one answer per prompt and temperature
+    max_new_tokens: int = 256
+    num_slots: int = 32
+    num_held_out: int = 96  # held-out answers that the score is computed on
+    num_workers: int = 1
+    threads_per_worker: int = 1
+    address: str | None = None
+
+
+def say(line: str) -> None:
+    """Print a line at once, so that a job's log can be followed."""
+    print(f"train_drafter: {line}", flush=True)
+
+
+def run(request: DrafterRequest) -> int:
+    """Answer what has no answer yet, then train to the last step; returns the exit code, 0 or that of the collection.
+
+    Raises a `GraftError` before any work when the request cannot be carried out.
+    """
+    by_id = _prompts_by_id(request.prompts)
+    for temperature in request.temperatures:
+        say(f"answers at temperature {temperature:g}")
+        code = collect(_answers_request(request, temperature))
+        if code not in (Ending.COMPLETE.value, Ending.PARTIAL.value):
+            return code
+    training, held_out = read_answers(request.store, request.config.slug, by_id)
+    held_out = held_out[: request.num_held_out]
+    tokens = sum(len(answer.output_token_ids) for answer in training)
+    say(f"training on {len(training)} answers of {tokens:,} tokens; {len(held_out)} held-out answers are for the score")
+    if not training:
+        raise DrafterError(f"the store {request.store} holds no answer to a training prompt; check --prompts and --out")
+    started = time.monotonic()
+    score = train(request, training, held_out)
+    say(f"done in {(time.monotonic() - started) / 3600:.2f} h: {score}; checkpoint in {request.out / 'drafter'}")
+    return 0
+
+
+def _prompts_by_id(paths: Sequence[str]) -> dict[str, Prompt]:
+    prompts = {prompt.id: prompt for prompt in read_prompts(paths) if isinstance(prompt, Prompt)}
+    if not prompts:
+        raise ConfigError(f"there is no usable prompt in {', '.join(paths)}")
+    return prompts
+
+
+def _answers_request(request: DrafterRequest, temperature: float) -> CollectRequest:
+    """Plain decoding of all prompts, sequences only: the rounds of plain decoding teach nothing."""
+    resources = request.config.resources
+    return CollectRequest(
+        spec=DecodeSpec(
+            config=request.config,
+            method="plain",
+            budget=None,
+            sampling=SamplingParams(temperature=temperature, max_new_tokens=request.max_new_tokens),
+            seed=request.training.seed,
+            records_rounds=False,
+        ),
+        prompts=request.prompts,
+        store=request.store,
+        num_slots=request.num_slots,
+        pool=PoolSettings(num_actors=resources.num_actors, num_cpus=resources.num_cpus, num_gpus=resources.num_gpus),
+        unit_size=64,
+        address=request.address,
+    )
+
+
+def read_answers(store: str, target: str, prompts: dict[str, Prompt]) -> tuple[list[Answer], list[Answer]]:
+    """The target's finished sequences in `store`, in a fixed order: those to train on, and those of held-out prompts.
+
+    Whatever policy decoded them: text does not depend on it. Sequences of prompts that are not in `prompts` are left
+    out. Held-out answers are greedy only, as the drafter's acceptance is judged.
+    """
+    with connect_store(store) as connection:
+        rows = connection.execute(
+            """
+            SELECT prompt_id, prompt_token_ids, output_token_ids, temperature
+            FROM sequences
+            WHERE target = ? AND error IS NULL AND finish_reason IN ('stop', 'length')
+            ORDER BY prompt_id, temperature, sequence_id
+            """,
+            [target],
+        ).fetchall()
+    training, held_out = [], []
+    for prompt_id, prompt_token_ids, output_token_ids, temperature in rows:
+        prompt = prompts.get(prompt_id)
+        if prompt is None:
+            continue
+        answer = Answer(tuple(prompt_token_ids), tuple(output_token_ids))
+        if not is_held_out(prompt.turns):
+            training.append(answer)
+        elif temperature == 0.0:
+            held_out.append(answer)
+    return training, held_out
+
+
+def drafter_config(shape: DrafterShape, target: Target) -> DrafterConfig:
+    """A drafter of `shape` whose layers have the target's widths."""
+    config = target.config
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=float(config.rope_parameters["rope_theta"]),
+        max_position_embeddings=target.max_position_embeddings,
+        vocab_size=target.vocab_size,
+        block_size=shape.block_size,
+        num_target_layers=target.num_layers,
+        mask_token_id=shape.mask_token_id,
+        target_layer_ids=shape.target_layer_ids,
+    )
+
+
+def train(request: DrafterRequest, training: Sequence[Answer], held_out: Sequence[Answer]) -> DrafterScore | None:
+    """Train on Ray Train's workers, or in this process when there is one worker."""
+    plan = {"request": request, "training": list(training), "held_out": list(held_out)}
+    if request.num_workers == 1:
+        return train_on_worker(plan)
+    import ray
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    cluster = connect(request.address)
+    say(cluster.message)
+    try:
+        result = TorchTrainer(
+            _train_with_result,
+            train_loop_config=plan,
+            scaling_config=ScalingConfig(
+                num_workers=request.num_workers,
+                use_gpu=request.config.resources.num_gpus > 0,
+                resources_per_worker={"CPU": request.threads_per_worker},
+            ),
+            # A name of its own: Ray Train resumes runs by name, and this run resumes from its own folder.
+            run_config=RunConfig(name=f"drafter-{time.time_ns()}", storage_path=str(request.out.absolute() / "ray")),
+        ).fit()
+    finally:
+        if cluster.is_local:
+            ray.shutdown()
+    score = result.return_value
+    if score is None:
+        return None
+    return DrafterScore(tuple(score["depth_accuracy"]), score["chain_mat"], score["top8_mat"])
+
+
+def _train_with_result(plan: dict[str, Any]) -> dict[str, Any] | None:
+    score = train_on_worker(plan)
+    return None if score is None else asdict(score)
+
+
+def train_on_worker(plan: dict[str, Any]) -> DrafterScore | None:
+    """One worker's share of the training; the first worker prints the progress."""
+    request: DrafterRequest = plan["request"]
+    torch.set_num_threads(request.threads_per_worker)
+    config = request.config
+    target = Target.load(
+        config.target,
+        revision=config.revision,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+    )
+    trainer = DrafterTrainer(
+        target,
+        drafter_config(request.shape, target),
+        request.training,
+        plan["training"],
+        plan["held_out"],
+        request.out,
+    )
+    if trainer.step:
+        say(f"resumed at step {trainer.step} of {request.training.steps}")
+    return trainer.run(_report)
+
+
+def _report(row: dict[str, Any]) -> None:
+    line = f"step {row['step']}, epoch {row['epoch']:.2f}, loss {row['loss']:.4f}"
+    if "chain_mat" in row:
+        by_depth = " ".join(f"{share:.2f}" for share in row["depth_accuracy"])
+        line += f", held out: acceptance length {row['chain_mat']:.3f}, right by depth {by_depth}"
+    say(f"{line}; {row['left_s'] / 60:.0f} min left")
