@@ -13,8 +13,8 @@ A first difference between the two is judged by its margin at the reference's de
 float32: a margin under 1e-4 is a tie. bfloat16: rounding errors grow with the spread of the logits, and two correct
 ways of computing them (in one pass, or 8 tokens at a time; both by transformers alone, built-in target, 1,150
 positions) were seen to move a margin by at most 0.18 standard deviations of the logits over the vocabulary; so up to
-0.2 of them is a near tie (0.7 at the built-in target). A change of m in the margin of logits moves a CDF at temperature
-T by at most m / (4 T), which is the limit for sampled tokens. Everything else is a bug.
+0.2 of them is a near tie (0.7 at the built-in target). A change of m in the margin of logits moves a CDF whose value
+is u, at temperature T, by at most m u (1 - u) / T, which is the limit for sampled tokens. Everything else is a bug.
 
 After a tie the reference starts again from the method's own tokens, so the rest of the answer is audited as well.
 
@@ -107,10 +107,10 @@ class TieRule:
     dtype: torch.dtype
     near_tie: float = BFLOAT16_SPREADS  # for bfloat16, in standard deviations of the logits
 
-    def allowed(self, spread: float, temperature: float) -> float:
-        """The largest margin of a tie: in logits at temperature 0, in probability mass above."""
+    def allowed(self, spread: float, temperature: float, number: float | None = None) -> float:
+        """The largest margin of a tie: in logits at temperature 0, in probability mass above (see `Decision`)."""
         margin = FLOAT32_TIE if self.dtype == torch.float32 else self.near_tie * spread
-        return margin if temperature == 0 else min(margin / (4 * temperature), 0.5)
+        return margin if number is None else margin * number * (1 - number) / temperature
 
     def judge(self, margin: float, allowed: float) -> Kind:
         if self.dtype == torch.float32:
@@ -166,7 +166,7 @@ def _judge(
         return _length_bug(answer, position, expected, found)
     decision = reference.decide(answer.request.token_ids, output_ids[:start], index + 1)
     margin = decision.margin(found)
-    allowed = rule.allowed(decision.spread, reference.params.temperature)
+    allowed = rule.allowed(decision.spread, reference.params.temperature, decision.number)
     kind = rule.judge(margin, allowed)
     return Difference(answer.request.prompt_id, position, expected, found, margin, allowed, kind)
 

@@ -117,7 +117,8 @@ def draft_blocks(
     tokens = torch.full((num_anchors, num_rows), config.mask_token_id, device=target.device)
     tokens[:, 0] = torch.tensor(list(root_tokens), device=target.device)
     hidden = drafter.model(target.embed(tokens), positions, attend)[:, 1:]
-    logits = target.lm_head(hidden).float()
+    # In two dimensions: on a slice of three, matmul copies the whole LM head once per anchor.
+    logits = target.lm_head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]).float()
     top = logits.topk(num_candidates, dim=-1)
     log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
     return DraftProposal(top.indices.to(torch.int32).cpu().numpy(), log_probs.cpu().numpy(), hidden)

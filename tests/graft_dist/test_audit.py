@@ -156,12 +156,12 @@ def test_a_tie_with_a_stop_token_has_to_end_the_answer() -> None:
 def test_tie_limits() -> None:
     assert FLOAT32.judge(0.99e-4, FLOAT32.allowed(3.0, 0.0)) is Kind.TIE
     assert FLOAT32.judge(1e-4, FLOAT32.allowed(3.0, 0.0)) is Kind.BUG
-    assert FLOAT32.allowed(3.0, 0.5) == pytest.approx(0.5e-4)
+    assert FLOAT32.allowed(3.0, 0.5, number=0.5) == pytest.approx(0.5e-4)
     bfloat16 = TieRule(torch.bfloat16)
     assert bfloat16.allowed(3.5, 0.0) == pytest.approx(0.7)
     assert bfloat16.judge(0.7, 0.7) is Kind.NEAR_TIE
     assert bfloat16.judge(0.71, 0.7) is Kind.BUG
-    assert bfloat16.allowed(100.0, 0.1) == 0.5  # half of all probability is as far as a number can be off
+    assert bfloat16.allowed(3.5, 0.7, number=0.9) == pytest.approx(0.09)
 
 
 def test_sampled_margin_is_the_distance_of_the_number_from_the_tokens_interval() -> None:
