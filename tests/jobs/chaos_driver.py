@@ -1,7 +1,7 @@
 """A collection driver with one planned accident: `chaos_driver.py ACTION:POINT:COUNT ARGUMENTS-OF-COLLECT...`
 
-At the COUNT-th call of failpoint POINT it does ACTION: `kill` this process, `kill-actors` of the Ray head at
-RAY_ADDRESS, `kill-all` of these, `term` (SIGTERM to itself), or `pause` until the file in CHAOS_GO exists.
+At the COUNT-th call of failpoint POINT it does ACTION: `kill` this process, `kill-actors` of the head at RAY_ADDRESS,
+`kill-all` of these, `term` (SIGTERM to itself), or `pause` until the file in CHAOS_GO exists.
 """
 
 from __future__ import annotations

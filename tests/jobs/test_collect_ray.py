@@ -34,11 +34,12 @@ QUERIES = {
     "rounds": """SELECT * EXCLUDE (attempt, date, draft_ns, build_ns, verify_ns, commit_ns, batch_size, batch_rows,
                                    candidate_ids, candidate_log_probs, conf, degen, parent_logits, parent_logsumexp),
                         CASE WHEN kind = 'dense' OR budget > 0
-                             THEN [candidate_ids, candidate_log_probs, [[conf, degen], parent_logsumexp], parent_logits] END
+                             THEN [candidate_ids, candidate_log_probs, parent_logits, [parent_logsumexp, [conf, degen]]]
+                        END
                  FROM rounds ORDER BY sequence_id, kind, round_index""",
 }
-"""Everything a reader sees, without what differs from one run to the next: names of attempts, timings, the neighbours in a
-batch, and what was drafted for a sequence of budget 0 (nothing, unless a neighbour was drafted for)."""
+"""Everything a reader sees, without what differs from one run to the next: names of attempts, timings, the neighbours in
+a batch, and what was drafted for a sequence of budget 0 (nothing, unless a neighbour was drafted for)."""
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,171 @@
+"""The command line of collect, the pre-flight, and what the job says about itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graft_dist.config import TargetConfig
+from graft_dist.errors import ConfigError, StoreError
+from graft_dist.prompts import Prompt
+from graft_dist.sampling import SamplingParams
+from jobs import collect
+from jobs.cluster import check_fits, job_id
+from jobs.collection import CollectRequest
+from jobs.decode_spec import DecodeSpec
+from jobs.estimate import check_room, estimate
+from jobs.quickstart import follow
+from jobs.units import plan
+
+CONFIG = TargetConfig(target="builtin:smollm2-135m", drafter="builtin:smollm2-135m")
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+def parse(*arguments: str) -> CollectRequest:
+    required = ["--config", "smollm2-135m", "--prompts", "a.jsonl", "b.jsonl"]
+    return collect.request_from(collect._parser().parse_args([*required, *arguments]))
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(JOB_VARIABLE, raising=False)
+
+
+def test_what_is_not_said_comes_from_the_configuration() -> None:
+    request = parse("--out", "/data/store")
+    config = request.spec.config
+    assert (request.spec.method, request.spec.budget, request.spec.budgets) == ("ddtree", config.budget, ())
+    assert (request.num_slots, request.pool.num_actors) == (config.max_slots, config.resources.num_actors)
+    assert (request.pool.num_cpus, request.pool.num_gpus) == (config.resources.num_cpus, config.resources.num_gpus)
+    assert (request.prompts, request.store, request.unit_size) == (("a.jsonl", "b.jsonl"), "/data/store", 16)
+    assert request.spec.sampling == SamplingParams(max_new_tokens=128)
+
+
+def test_every_option_reaches_its_place() -> None:
+    request = parse(
+        "--out", "s", "--actors", "3", "--slots", "5", "--explore", "0,4,8", "--dense", "--max-new-tokens", "9",
+        "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1", "--seed", "11", "--num-samples", "2",
+        "--limit", "7", "--unit-size", "4", "--commit-units", "6", "--commit-interval", "2.5", "--max-attempts", "5",
+        "--progress-interval", "1.5", "--address", "host:1", "--dtype", "float32",
+    )  # fmt: skip
+    spec = request.spec
+    assert (request.pool.num_actors, request.num_slots, request.limit, request.unit_size) == (3, 5, 7, 4)
+    assert (spec.budgets, spec.dense, spec.seed, spec.num_samples, spec.config.dtype) == (
+        (0, 4, 8),
+        True,
+        11,
+        2,
+        "float32",
+    )
+    assert spec.sampling == SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, max_new_tokens=9)
+    assert (request.driver.commit_units, request.driver.commit_interval_s) == (6, 2.5)
+    assert (request.driver.max_attempts, request.driver.progress_s, request.address) == (5, 1.5, "host:1")
+
+
+def test_a_chain_is_as_deep_as_drafted_unless_it_is_told() -> None:
+    assert parse("--out", "s", "--method", "chain").spec.budget is None
+    assert parse("--out", "s", "--method", "chain", "--budget", "3").spec.budget == 3
+
+
+def test_no_write_needs_no_store() -> None:
+    assert parse("--no-write").store is None
+    with pytest.raises(ConfigError, match="--out is missing"):
+        parse()
+
+
+def test_a_submitted_job_needs_an_absolute_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JOB_VARIABLE, json.dumps({"metadata": {"job_submission_id": "raysubmit_1"}}))
+    assert job_id() == "raysubmit_1"
+    with pytest.raises(ConfigError, match="--out data is relative"):
+        parse("--out", "data")
+    assert parse("--out", "/data").store == "/data"
+    assert parse("--out", "file:///data").store == "file:///data"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--config", "nowhere.yaml", "--prompts", "a", "--out", "s"], "nowhere.yaml: no such file"),
+        (["--config", "smollm2-135m", "--prompts", "nowhere.jsonl", "--out", "s"], "nowhere.jsonl cannot be read"),
+        (["--config", "smollm2-135m", "--prompts", "a", "--out", "s", "--top-p", "0"], "top_p must be above 0"),
+        (
+            ["--config", "smollm2-135m", "--prompts", "a", "--out", "s", "--method", "plain", "--explore", "0"],
+            "ddtree only",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_sentence_and_exit_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert collect.main(arguments) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--method", "magic"], ["--actors", "0"], ["--explore", "a,b"], ["--unknown"]])
+def test_unknown_arguments_end_with_exit_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("--out", "s", *arguments)
+    assert ended.value.code == 2
+
+
+def test_a_job_that_does_not_fit_the_cluster_is_refused_with_both_numbers() -> None:
+    check_fits({"CPU": 4.0}, num_actors=4, num_cpus=1.0, num_gpus=0.0)
+    with pytest.raises(ConfigError, match=r"8 actors need 8 CPUs \(1 each\), but the cluster has 4"):
+        check_fits({"CPU": 4.0}, num_actors=8, num_cpus=1.0, num_gpus=0.0)
+    with pytest.raises(ConfigError, match=r"2 actors need 2 GPUs \(1 each\), but the cluster has 0"):
+        check_fits({"CPU": 4.0}, num_actors=2, num_cpus=1.0, num_gpus=1.0)
+
+
+def test_the_estimate_counts_every_answer_at_full_length() -> None:
+    spec = DecodeSpec(config=CONFIG, method="ddtree", budget=8, sampling=SamplingParams(max_new_tokens=10))
+    units = plan([Prompt(f"p{index}", "chat", ("?",)) for index in range(30)], spec, "run", 16)
+    decoded, dense = estimate(units, spec, 7), estimate(units, replace(spec, dense=True), 7)
+    assert (decoded.num_sequences, decoded.num_tokens, decoded.num_rows) == (30, 300, 330)
+    assert dense.num_rows == 630
+    assert dense.num_bytes > decoded.num_bytes > estimate(units, replace(spec, method="plain"), 0).num_bytes
+    assert "30 sequences, at most 300 tokens, 330 rows" in decoded.line()
+
+
+def test_a_run_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = DecodeSpec(config=CONFIG, method="ddtree", budget=8, sampling=SamplingParams())
+    expected = estimate(plan([Prompt("p", "chat", ("?",))], spec, "run", 16), spec, 7)
+    assert check_room(tmp_path / "not" / "there", expected) > 0
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    with pytest.raises(StoreError, match="0 MB free"):
+        check_room(tmp_path, expected)
+
+
+class FakeJobs:
+    """A job server whose job writes a line at every look and ends at the third."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def get_job_info(self, job: str) -> Any:
+        self.looks += 1
+        is_over = self.looks == 3
+
+        class Status:
+            def is_terminal(self) -> bool:
+                return is_over
+
+        class Details:
+            status = Status()
+            driver_exit_code = 3 if is_over else None
+
+        return Details()
+
+    def get_job_logs(self, job: str) -> str:
+        return "".join(f"line {number}\n" for number in range(self.looks))
+
+
+def test_a_followed_jobs_log_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    details = follow(FakeJobs(), "job", poll_s=0.0)  # type: ignore[arg-type]
+    assert details.driver_exit_code == 3
+    assert capsys.readouterr().out == "line 0\nline 1\nline 2\n"
