@@ -16,7 +16,7 @@ _BYTES_PER_LOGIT = 4.0  # float32 hardly compresses
 _BYTES_PER_NODE = 6.0  # token, parent, depth, target token; compressed
 _BYTES_PER_ROUND = 60.0  # scalars of a round
 _BYTES_PER_TOKEN = 3.0
-_BYTES_PER_FILE = 12_000  # Parquet's own pages and footer, of a pair of files
+_BYTES_PER_UNIT = 18_000  # footers and page headers of a pair of Parquet files
 _SPARE = 1.2  # an actor's attempts that come to nothing, the log
 
 
@@ -50,7 +50,7 @@ def estimate(units: Sequence[Unit], spec: DecodeSpec, draft_depth: int) -> Estim
     if spec.dense:
         candidates = draft_depth * spec.config.num_candidates
         dense = _BYTES_PER_ROUND + (_BYTES_PER_CANDIDATE + _BYTES_PER_LOGIT) * candidates
-    num_bytes = num_tokens * (decoded + dense + _BYTES_PER_TOKEN) + _BYTES_PER_FILE * len(units)
+    num_bytes = num_tokens * (decoded + dense + _BYTES_PER_TOKEN) + _BYTES_PER_UNIT * len(units)
     num_rows = num_sequences + num_tokens * (2 if spec.dense else 1)
     return Estimate(num_sequences, num_tokens, num_rows, int(num_bytes))
 

@@ -49,8 +49,9 @@ def test_what_is_not_said_comes_from_the_configuration() -> None:
 def test_every_option_reaches_its_place() -> None:
     request = parse(
         "--out", "s", "--actors", "3", "--slots", "5", "--explore", "0,4,8", "--dense", "--max-new-tokens", "9",
-        "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1", "--seed", "11", "--num-samples", "2",
-        "--limit", "7", "--unit-size", "4", "--commit-units", "6", "--commit-interval", "2.5", "--max-attempts", "5",
+        "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1",
+        "--seed", "11", "--num-samples", "2", "--limit", "7",
+        "--unit-size", "4", "--commit-units", "6", "--commit-interval", "2.5", "--max-attempts", "5",
         "--progress-interval", "1.5", "--address", "host:1", "--dtype", "float32",
     )  # fmt: skip
     spec = request.spec

@@ -34,11 +34,11 @@ QUERIES = {
     "rounds": """SELECT * EXCLUDE (attempt, date, draft_ns, build_ns, verify_ns, commit_ns, batch_size, batch_rows,
                                    candidate_ids, candidate_log_probs, conf, degen, parent_logits, parent_logsumexp),
                         CASE WHEN kind = 'dense' OR budget > 0
-                             THEN [candidate_ids, candidate_log_probs, parent_logits, [parent_logsumexp, [conf, degen]]]
+                             THEN [candidate_ids, candidate_log_probs, parent_logits, [parent_logsumexp]]
                         END
                  FROM rounds ORDER BY sequence_id, kind, round_index""",
 }
-"""Everything a reader sees, without what differs from one run to the next: names of attempts, timings, the neighbours in
+"""Everything a reader sees but what differs from one run to the next: names of attempts, timings, the neighbours in
 a batch, and what was drafted for a sequence of budget 0 (nothing, unless a neighbour was drafted for)."""
 
 
@@ -193,10 +193,10 @@ def test_a_run_that_is_complete_decodes_nothing_again(
     assert bench.rows("undisturbed") == undisturbed
 
 
-@pytest.mark.parametrize("chaos", ["kill-actors:unit-finished:1", "kill-actors:after-commit:3"])
 def test_killed_actors_cost_only_what_they_had_in_hand(
-    bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]], chaos: str
+    bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]]
 ) -> None:
+    chaos = "kill-actors:unit-finished:1"
     store = chaos.replace(":", "-")
     with Reader(bench.folder / store):
         code, output = bench.run(store, chaos=chaos)
@@ -205,32 +205,29 @@ def test_killed_actors_cost_only_what_they_had_in_hand(
     assert_same(bench.rows(store), undisturbed)
 
 
-@pytest.mark.parametrize(
-    "chaos", ["kill:before-commit:2", "kill:after-commit:2", "kill:unit-finished:1", "kill-all:before-commit:3"]
-)
+@pytest.mark.parametrize("chaos", ["kill:before-commit:2", "kill:after-commit:2", "kill-all:before-commit:3"])
 def test_a_killed_driver_is_run_again_and_nothing_is_lost_or_doubled(
     bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]], chaos: str
 ) -> None:
     store = chaos.replace(":", "-")
     with Reader(bench.folder / store):
-        code, _ = bench.run(store, chaos=chaos)
+        code, _ = bench.run(store, "--actors", "1", chaos=chaos)
         assert code == -9
-        code, output = bench.run(store)
+        code, output = bench.run(store, "--actors", "1")
     assert code == 0
-    num_committed = {"before-commit": int(chaos[-1]) - 1, "after-commit": int(chaos[-1]), "unit-finished": 0}
-    there = UNIT_SIZE * num_committed[chaos.split(":")[1]]
-    assert (f"{there} sequences are there already" in output) == (there > 0)
+    num_committed = int(chaos[-1]) - ("before" in chaos)
+    assert f"{UNIT_SIZE * num_committed} sequences are there already" in output
     assert_same(bench.rows(store), undisturbed)
 
 
 def test_a_stopped_driver_commits_what_is_finished(bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]]) -> None:
-    code, output = bench.run("stopped", "--commit-units", "100", chaos="term:unit-finished:2")
+    code, output = bench.run("stopped", "--actors", "1", "--commit-units", "100", chaos="term:unit-finished:2")
     assert code == 143
     assert "units are left" in output
     left = len(bench.rows("stopped")["sequences"])
     assert left >= 2 * UNIT_SIZE
     assert left % UNIT_SIZE == 0
-    code, output = bench.run("stopped")
+    code, output = bench.run("stopped", "--actors", "1")
     assert code == 0
     assert f"{left} sequences are there already" in output
     assert_same(bench.rows("stopped"), undisturbed)
