@@ -96,8 +96,8 @@ class DrafterConfig:
         if min(self.target_layer_ids) < 0 or max(self.target_layer_ids) >= self.num_target_layers - 1:
             raise DrafterError(
                 f"target_layer_ids {list(self.target_layer_ids)} must lie in 0..{self.num_target_layers - 2} for a "
-                f"target of {self.num_target_layers} layers: what transformers returns for the last layer is taken after the "
-                "final norm"
+                f"target of {self.num_target_layers} layers: what transformers returns for the last layer is taken "
+                "after the final norm"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise DrafterError(f"mask_token_id {self.mask_token_id} is outside the embedding of {self.vocab_size} rows")

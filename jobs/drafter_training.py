@@ -175,7 +175,7 @@ def train(request: DrafterRequest, training: Sequence[Answer], held_out: Sequenc
     say(cluster.message)
     try:
         result = TorchTrainer(
-            _train_with_result,
+            _train_with_result,  # type: ignore[arg-type]  # may return a value: `Result.return_value`
             train_loop_config=plan,
             scaling_config=ScalingConfig(
                 num_workers=request.num_workers,
@@ -188,7 +188,7 @@ def train(request: DrafterRequest, training: Sequence[Answer], held_out: Sequenc
     finally:
         if cluster.is_local:
             ray.shutdown()
-    score = result.return_value
+    score = result.return_value  # type: ignore[attr-defined]
     if score is None:
         return None
     return DrafterScore(tuple(score["depth_accuracy"]), score["chain_mat"], score["top8_mat"])

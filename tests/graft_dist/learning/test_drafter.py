@@ -284,8 +284,8 @@ def test_a_sequence_that_is_not_finite_is_set_aside(
 
 
 def test_a_drafter_of_the_targets_own_shapes_starts_from_its_last_layers(tiny_llama: Target) -> None:
-    model = initial_model(config_for(tiny_llama), tiny_llama, seed=0)
+    weights = initial_model(config_for(tiny_llama), tiny_llama, seed=0).state_dict()
     last = tiny_llama.decoder_layers[-1].state_dict()
-    assert torch.equal(model.layers[1].mlp.up_proj.weight, last["mlp.up_proj.weight"])
-    other = initial_model(config_for(tiny_llama, intermediate_size=64), tiny_llama, seed=0)
-    assert other.layers[1].mlp.up_proj.weight.shape == (64, 32)
+    assert torch.equal(weights["layers.1.mlp.up_proj.weight"], last["mlp.up_proj.weight"])
+    other = initial_model(config_for(tiny_llama, intermediate_size=64), tiny_llama, seed=0).state_dict()
+    assert other["layers.1.mlp.up_proj.weight"].shape == (64, 32)
