@@ -1,0 +1,120 @@
+"""The drafter job: answers into the store, training on one and two workers, resuming, refusals."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from graft_dist.config import TargetConfig
+from graft_dist.drafter import read_config
+from graft_dist.learning.drafter import Answer
+from graft_dist.prompts import is_held_out
+from jobs.drafter_training import DrafterRequest, read_answers, train
+from jobs.drafter_training import _prompts_by_id as prompts_by_id
+from jobs.train_drafter import _parser, main, request_from
+
+
+@pytest.fixture
+def config_file(tiny_config: TargetConfig, tmp_path: Path) -> Path:
+    path = tmp_path / "target.yaml"
+    path.write_text(yaml.safe_dump(tiny_config.model_dump(mode="json", exclude_none=True)))
+    return path
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "task": "chat", "turns": [f"say {i} and {i * i}"]} for i in range(40)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(config: Path, prompts: Path, folder: Path, *more: str) -> list[str]:
+    return [
+        "--config", str(config), "--prompts", str(prompts), "--store", str(folder / "store"),
+        "--out", str(folder / "run"), "--taps", "1,4", "--mask-token", "0", "--block-size", "5", "--steps", "4",
+        "--sequences-per-step", "8", "--anchors", "8", "--evaluate-every", "2", "--checkpoint-every", "2",
+        "--max-new-tokens", "12", "--slots", "8", "--address", "local", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_job_answers_trains_and_goes_on_where_it_ended(
+    config_file: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = arguments(config_file, prompts_file, tmp_path, "--temperatures", "0,0.8")
+    assert main(command) == 0
+    by_id = prompts_by_id([str(prompts_file)])
+    slug = request_from(_parser().parse_args(command)).config.slug
+    training, held_out = read_answers(str(tmp_path / "store"), slug, by_id)
+    num_held_out = sum(is_held_out(prompt.turns) for prompt in by_id.values())
+    assert (len(training), len(held_out)) == (2 * (40 - num_held_out), num_held_out)
+    assert read_config(tmp_path / "run" / "drafter").block_size == 5
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert steps == [2, 4]
+    capsys.readouterr()
+    longer = [argument if argument != "4" else "6" for argument in command]
+    assert main(longer) == 0
+    printed = capsys.readouterr().out
+    assert "resumed at step 4 of 6" in printed
+    assert "40 sequences are there already" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_two_workers_train_what_one_trains(config_file: Path, prompts_file: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    answers = [Answer((1, 5, 9, i % 50 + 3), tuple(rng.integers(3, 300, 14).tolist())) for i in range(24)]
+    request = request_from(_parser().parse_args(arguments(config_file, prompts_file, tmp_path)))
+    results = []
+    for num_workers in (1, 2):
+        chosen: DrafterRequest = replace(request, num_workers=num_workers, out=tmp_path / f"run-{num_workers}")
+        score = train(chosen, answers[4:], answers[:4])
+        assert score is not None
+        results.append((score, load_file(chosen.out / "drafter" / "model.safetensors")))
+    (one_score, one), (two_score, two) = results
+    assert one_score.depth_accuracy == pytest.approx(two_score.depth_accuracy, abs=0.05)
+    for name, tensor in one.items():
+        assert float((tensor.float() - two[name].float()).abs().max()) < 0.02, name
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--steps", "0"], "steps is 0"),
+        (["--soft-weight", "2"], "soft_weight is 2.0"),
+        (["--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
+        (["--config", "/no/such/target.yaml"], "/no/such/target.yaml"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(
+    config_file: Path,
+    prompts_file: Path,
+    tmp_path: Path,
+    more: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(arguments(config_file, prompts_file, tmp_path, *more)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_submitted_job_needs_absolute_folders(
+    config_file: Path,
+    prompts_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    described = {"metadata": {"job_submission_id": "x"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(described))
+    assert main(arguments(config_file, prompts_file, tmp_path, "--out", "run")) == 2
+    assert "must be absolute" in capsys.readouterr().err
