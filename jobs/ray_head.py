@@ -22,14 +22,37 @@ from types import TracebackType
 
 from graft_dist.errors import GraftError
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 120.0
+START_TRIES = 3
 STOP_TIMEOUT_S = 4.0
 
 
 class RayHead:
-    """A running head; a context manager. Raises `GraftError` when it does not come up, with the end of its log."""
+    """A running head; a context manager. Raises `GraftError` when it does not come up."""
 
-    def __init__(self, num_cpus: int | None = None, object_store_bytes: int = 150_000_000) -> None:
+    def __init__(
+        self,
+        num_cpus: int | None = None,
+        object_store_bytes: int = 150_000_000,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        options = [f"--object-store-memory={object_store_bytes}"]
+        options += [] if num_cpus is None else [f"--num-cpus={num_cpus}"]
+        # Ray gives a node 30 s to register and then gives up, which a busy machine may not manage.
+        for _ in range(START_TRIES):
+            self._start(options, self.environment(environment))
+            try:
+                is_up = self._wait_until_up()
+            except BaseException:
+                self.stop()
+                raise
+            if is_up:
+                return
+            tail = " / ".join(self._log.read_text(errors="replace").strip().splitlines()[-3:])
+            self.stop()
+        raise GraftError(f"the local Ray head did not start, tried {START_TRIES} times: {tail}")
+
+    def _start(self, options: list[str], environment: dict[str, str]) -> None:
         # Short: Ray puts sockets below it, whose paths may have 107 characters.
         self.folder = Path(tempfile.mkdtemp(prefix="graft-ray-"))
         port, dashboard_port, *others = free_ports(4)
@@ -40,18 +63,11 @@ class RayHead:
         command += [f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=true"]
         command += ["--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}"]
         command += [f"--dashboard-agent-listen-port={others[0]}", f"--ray-client-server-port={others[1]}"]
-        command += [f"--temp-dir={self.folder}", f"--object-store-memory={object_store_bytes}", "--disable-usage-stats"]
-        if num_cpus is not None:
-            command.append(f"--num-cpus={num_cpus}")
+        command += [f"--temp-dir={self.folder}", "--disable-usage-stats", *options]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, env=self.environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
-        try:
-            self._wait_until_up()
-        except BaseException:
-            self.stop()
-            raise
 
     @staticmethod
     def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -96,17 +112,17 @@ class RayHead:
                 found.append(pid)
         return found
 
-    def _wait_until_up(self) -> None:
+    def _wait_until_up(self) -> bool:
+        """True once jobs can be submitted; False if the head has ended instead, or takes too long."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                break
-            with contextlib.suppress(OSError):  # the job server answers only once the head is complete
-                urllib.request.urlopen(f"{self.dashboard_url}/api/jobs/", timeout=5).close()
-                return
+        while self._process.poll() is None and time.monotonic() < deadline:
+            # The job server may answer before the node is registered, and the node be registered before it answers.
+            if "Ray runtime started" in self._log.read_text(errors="replace"):
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{self.dashboard_url}/api/jobs/", timeout=5).close()
+                    return True
             time.sleep(0.3)
-        tail = self._log.read_text(errors="replace").strip().splitlines()[-5:]
-        raise GraftError(f"the local Ray head did not start within {START_TIMEOUT_S:.0f} s: {' / '.join(tail)}")
+        return False
 
 
 def free_ports(number: int) -> list[int]:
