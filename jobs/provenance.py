@@ -23,11 +23,16 @@ def provenance() -> dict[str, Any]:
     """Machine, package versions, commit and command of this process."""
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [_without_folder(argument) for argument in sys.argv],
         "commit": commit(),
         "machine": machine(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
     }
+
+
+def _without_folder(argument: str) -> str:
+    # Results are published: whose home or scratch folder a file lay in is nobody's business.
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def machine() -> dict[str, Any]:
