@@ -215,7 +215,7 @@ def summarise(raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> list[Summa
     baseline = {row.prompt_id: row for row in raw if row.method == BASELINE}
     num_drafted = {(row.prompt_id, row.method, row.budget): row.num_drafted for row in outputs}
     arms = list(dict.fromkeys(sorted((row.arm for row in raw), key=_arm_order)))
-    tasks = sorted({row.task for row in raw})
+    tasks = sorted({row.task for row in raw} - {ALL_TASKS})
     summary: list[SummaryRow] = []
     for arm in arms:
         for task in [*tasks, ALL_TASKS]:

@@ -15,8 +15,8 @@ from graft_dist.generate import answer_all
 from graft_dist.prompts import BadPrompt, Prompt
 from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
-from jobs.bench_folder import to_json, write_aside
 from jobs.generate_command import report_failures, to_requests
+from jobs.out_file import check_out_file, to_json, write_aside
 from jobs.provenance import provenance
 
 
@@ -31,6 +31,8 @@ def run_audit(
     out: Path | None,
 ) -> int:
     """Audit the methods; returns the exit code: 0 if all are lossless, 1 for a bug, a failed prompt, an empty test."""
+    if out is not None:
+        check_out_file(out)
     target, drafter = load_decoder(config, *methods)
     arms = expand_arms(methods, budgets, drafter.draft_depth if drafter else 0)
     policies = [policy_of(arm, config.num_candidates) for arm in arms]

@@ -29,7 +29,7 @@ from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.errors import PolicyError
-from graft_dist.generate import Answer, Request, answer_all
+from graft_dist.generate import Answer, Request, answer_all, failed_answer
 from graft_dist.policy import plain
 from graft_dist.prompts import BadPrompt, Prompt
 from graft_dist.reference import Reference
@@ -97,6 +97,10 @@ def _make_decoder(
     def decode(arm: Arm, request: Request) -> Answer:
         if reference is not None and arm.method == TRANSFORMERS:
             room = engine.max_length - len(request.token_ids)
+            if room < 1:
+                return failed_answer(
+                    request, f"a prompt of {len(request.token_ids)} tokens leaves no room for an answer"
+                )
             return reference.answer(request, min(params.max_new_tokens, room))
         if arm.method == BASELINE:
             return next(answer_all(plain_engine, [request], params))

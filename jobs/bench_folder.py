@@ -12,7 +12,6 @@ whose rows are not all there is measured again, so that its arms always ran side
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 from graft_dist.bench import Arm, Measurement, OutputRow, RawRow, SummaryRow, render_markdown, summarise
 from graft_dist.errors import GraftError
+from jobs.out_file import to_json, write_aside
 
 
 class BenchFolder:
@@ -36,6 +36,8 @@ class BenchFolder:
 
         Raises `GraftError` when the folder holds a run with other settings.
         """
+        if self.path.exists() and not self.path.is_dir():
+            raise GraftError(f"--out is {self.path}, which is a file: name a folder")
         self.path.mkdir(parents=True, exist_ok=True)
         settings = json.loads(json.dumps(settings))
         earlier = self._read_run()
@@ -98,24 +100,6 @@ class BenchFolder:
         self.outputs = [row for key, row in outputs.items() if key in whole]
         write_aside(self.path / "raw.jsonl", _to_lines([asdict(row) for row in self.raw]))
         write_aside(self.path / "outputs.jsonl", _to_lines([asdict(row) for row in self.outputs]))
-
-
-def to_json(value: Any) -> str:
-    """Indented JSON with a final newline."""
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def write_aside(path: Path, text: str) -> None:
-    """Write a file beside its place, flush it to the disk and rename it: readers see the old file or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _to_lines(rows: Sequence[dict[str, Any]]) -> str:

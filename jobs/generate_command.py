@@ -14,7 +14,7 @@ from graft_dist.generate import Answer, Request, answer_all, failed_answer, to_r
 from graft_dist.policy import DecodingPolicy
 from graft_dist.prompts import BadPrompt, ChatTokenizer, Prompt
 from graft_dist.sampling import SamplingParams
-from jobs.bench_folder import write_aside
+from jobs.out_file import check_out_file, write_aside
 
 
 def run_generate(
@@ -29,8 +29,8 @@ def run_generate(
 
     Without `out`, answers go to the terminal one after the other, whatever `slots` says.
     """
-    if out is not None and not out.absolute().parent.is_dir():
-        raise GraftError(f"--out is {out}, but there is no folder {out.absolute().parent}")
+    if out is not None:
+        check_out_file(out)
     target, drafter = load_decoder(config, policy.name)
     engine = new_engine(config, target, drafter, policy, max_slots=1 if out is None else slots)
     requests, answers = to_requests(prompts, target.tokenizer, config)

@@ -98,6 +98,14 @@ def test_prompts_without_an_answer_and_undrafted_methods_fail_the_audit(referenc
     assert audit_answers("x", [answer_with(right)], reference, limits, FLOAT32, {}, drafts=False).passed
 
 
+def test_answers_cut_by_the_context_limit_are_compared_up_to_the_cut(tiny_llama: Target, reference_model) -> None:
+    room = 5
+    engine = Engine(tiny_llama, None, plain(), max_slots=1, max_length=len(PROMPTS[0].token_ids) + room)
+    answer = next(answer_all(engine, PROMPTS[:1], GREEDY))
+    assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
+    assert compare(reference_for(reference_model, GREEDY), answer, room, FLOAT32) == []
+
+
 def test_a_models_own_generation_config_does_not_reach_the_reference(tiny_folder) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
     before = reference_for(model, GREEDY).generate(PROMPTS[0].token_ids, [], 16)

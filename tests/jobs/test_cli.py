@@ -17,7 +17,7 @@ from graft_dist.generate import Answer, Request
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from jobs import audit_command, cli
-from jobs.bench_folder import write_aside
+from jobs.out_file import write_aside
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,7 +112,9 @@ ERRORS = [
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--budget", "5000"], "up to 4096"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--top-p", "3"], "top_p must be above 0"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--out", "/no/where/x.jsonl"], "no folder /no/where"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--out", "{p}"], "is a folder: name a file"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--drafter", "./nope"], "./nope"),
+    (["bench", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--out", "{p}/tiny.yaml"], "is a file"),
     (["audit", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--methods", "plain,x"], "method 'x'"),
     (["audit", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--budgets", "8,y"], "is '8,y'"),
     (["bench", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--out", "{p}/b", "--methods", "ddtree"],
@@ -256,7 +258,7 @@ def test_a_stopped_bench_goes_on_and_another_one_is_refused(
 def test_bench_reports_prompts_that_could_not_be_measured(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = ["--prompts", f"{project}/long.jsonl", "--methods", "plain,ddtree", "--max-new-tokens", "4"]
+    prompts = ["--prompts", f"{project}/long.jsonl", "--methods", "plain,hf,ddtree", "--max-new-tokens", "4"]
     assert cli.run(["bench", "--config", f"{project}/tiny.yaml", "--out", str(tmp_path), *prompts]) == 1
     assert "long was left out: plain: the prompt has" in capsys.readouterr().err
     assert {row["prompt_id"] for row in read_lines(tmp_path / "raw.jsonl")} == {"p0"}

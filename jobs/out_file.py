@@ -1,0 +1,37 @@
+"""Files that commands leave behind: whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from graft_dist.errors import GraftError
+
+
+def check_out_file(path: Path) -> None:
+    """Raise `GraftError` if no file can be written at `path`: to be said before the work, not after it."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise GraftError(f"--out is {path}, but there is no folder {folder}")
+    if path.is_dir():
+        raise GraftError(f"--out is {path}, which is a folder: name a file")
+
+
+def to_json(value: Any) -> str:
+    """Indented JSON with a final newline."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write a file beside its place, flush it to the disk and rename it: readers see the old file or the new one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
