@@ -18,6 +18,8 @@ from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from jobs import audit_command, cli
 from jobs.out_file import write_aside
+from storage import TrajectoryStore
+from tests.storage.records import DATASET, write_unit
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -262,6 +264,20 @@ def test_bench_reports_prompts_that_could_not_be_measured(
     assert cli.run(["bench", "--config", f"{project}/tiny.yaml", "--out", str(tmp_path), *prompts]) == 1
     assert "long was left out: plain: the prompt has" in capsys.readouterr().err
     assert {row["prompt_id"] for row in read_lines(tmp_path / "raw.jsonl")} == {"p0"}
+
+
+def test_query_answers_in_every_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin("run", "tiny", DATASET)
+    store.commit(write_unit(store, "u1", "a1", num_sequences=3), "run", turn)
+    sql = "SELECT count(*) AS num_sequences FROM sequences"
+    for form, expected in (("table", "num_sequences\n-------------\n            3"), ("csv", "num_sequences\n3")):
+        assert cli.run(["query", "--store", str(tmp_path), sql, "--format", form]) == 0
+        assert capsys.readouterr().out.rstrip() == expected
+    assert cli.run(["query", "--store", str(tmp_path), "runs", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["num_sequences"] == 3
+    assert cli.run(["query", "--store", str(tmp_path), "SELECT nope FROM sequences"]) == 2
+    assert "nope" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_quietly(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
