@@ -1,5 +1,4 @@
-"""The DFlash drafter: a small block-diffusion transformer that proposes the next D tokens in one pass (arXiv
-2602.06036).
+"""The DFlash drafter (arXiv 2602.06036): a small block-diffusion transformer that proposes the next D tokens in one pass.
 
 Owns the architecture, the public checkpoint layout, and the context cache used while decoding; how it is trained is in
 `learning/drafter.py`, which calls the same `DFlashModel`.
@@ -158,8 +157,7 @@ class DrafterConfig:
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The taps of a checkpoint that names none: one in the middle, or spread from layer 1 to the fourth from the
-    end."""
+    """The taps of a checkpoint that names none: one in the middle, or spread from layer 1 to the fourth from the end."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -305,7 +303,8 @@ class DFlashModel(nn.Module):
         """Embedded `block` [S, B, H] at `positions` [S, B] -> final hidden rows [S, B, H].
 
         `attend` supplies the context: it gets each layer's block queries, keys and values and returns what they
-        attended to."""
+        attended to.
+        """
         rotary = self.rotary(positions, block.dtype)
         for index, layer in enumerate(self.layers):
             block = layer(index, block, rotary, attend)
@@ -345,7 +344,8 @@ class DFlashDrafter:
         """Load a drafter for `target` from `builtin:NAME`, a checkpoint folder, or a Hugging Face id.
 
         Raises `DrafterError` when there is no such checkpoint, when its tensors are not exactly the public
-        layout's, or when it does not fit the target."""
+        layout's, or when it does not fit the target.
+        """
         return load_drafter(checkpoint_folder(spec, revision), target)
 
     @property
@@ -374,8 +374,7 @@ class DFlashDrafter:
 
     @torch.inference_mode()
     def extend(self, cache: SlotCache, slots: Sequence[int], features: torch.Tensor, counts: Sequence[int]) -> None:
-        """Append `counts[i]` rows of `features` [len(slots), R, F] to the context of each of `slots`, without
-        drafting."""
+        """Append `counts[i]` rows of `features` [len(slots), R, F] to the context of each of `slots`; drafts nothing."""
         starts = torch.tensor([cache.lengths[slot] for slot in slots], device=features.device)
         rows = torch.arange(features.shape[1], device=features.device)
         positions = starts[:, None] + rows

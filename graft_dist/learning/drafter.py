@@ -1,5 +1,4 @@
-"""Training a DFlash drafter on sequences that the target itself generated (DFlash, arXiv 2602.06036, section on
-training).
+"""Training a DFlash drafter (arXiv 2602.06036) on sequences that the target itself generated.
 
 A training step takes whole answers. Each is read once by the target, which gives the context features and its own
 next-token distribution at every position; then *anchors* are drawn at random in the answer, each the root of one
@@ -8,7 +7,8 @@ before it and its own block, never another block. The loss of depth d weighs exp
 target's distribution (soft) with the token that followed (hard). Embedding and LM head stay the target's, frozen.
 
 Letters: T tokens of a sequence, A anchors, B = D + 1 block rows, D draft depth, H hidden, F tap width, K teacher's
-top tokens, G key/value heads, N query heads per key/value head, d head size, U tokens in the training softmax."""
+top tokens, G key/value heads, N query heads per key/value head, d head size, U tokens in the training softmax.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ IGNORED = -100
 """Label of a block row that lies behind the end of its sequence."""
 
 LANES = 8
-"""Sequences are dealt to this many lanes by index and workers own whole lanes, so that the order of the data does
-not depend
-on the number of workers (1, 2, 4 or 8) and a sequence's cached features are needed by one worker only."""
+"""Sequences are dealt to this many lanes by index, and workers own whole lanes: the order of the data does not depend on
+the number of workers (1, 2, 4 or 8), and a sequence's cached features are needed by one worker only."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,7 @@ class Lesson:
     features: torch.Tensor
     """[T, F] tapped hidden states."""
     teacher_ids: torch.Tensor
-    """int32 [T, K] the target's most likely tokens *at* position t, given the tokens before it (rows of the prompt
-    are 0)."""
+    """int32 [T, K] the target's most likely tokens *at* position t, given those before; rows of the prompt are 0."""
     teacher_log_probs: torch.Tensor
     """[T, K] their log-probabilities over the whole vocabulary."""
 
@@ -314,9 +312,11 @@ class DrafterScore:
 def count_hits(
     model: DFlashModel, target: Target, lessons: Sequence[Lesson], anchors_per_sequence: int = 48, seed: int = 0
 ) -> torch.Tensor:
-    """Raw counts at random anchors of `lessons`, float64 [3 + D]: anchors, leading depths right, leading depths
-    among the
-    first eight choices, then per depth how often the first choice is right. Sums over workers add up."""
+    """Raw counts at random anchors of `lessons`, float64 [3 + D]; sums over workers add up.
+
+    In order: anchors, leading depths right, leading depths among the first eight choices, and for each depth how often the
+    first choice is right.
+    """
     depth = model.config.draft_depth
     counts = torch.zeros(3 + depth, dtype=torch.float64)
     for index, lesson in enumerate(lessons):
@@ -348,7 +348,8 @@ def initial_model(config: DrafterConfig, target: Target, seed: int) -> DFlashMod
     """A fresh drafter. Where the target's last layers have the drafter's shapes, it starts from their weights.
 
     The context features then start as the last tap through the last layer's input norm, so that the copied key and
-    value projections see what they were trained on."""
+    value projections see what they were trained on.
+    """
     torch.manual_seed(seed)
     model = DFlashModel(config)
     for parameter in model.parameters():
@@ -557,8 +558,7 @@ class DrafterTrainer:
         return score_of(counts)
 
     def _save(self) -> None:
-        """Write the checkpoint and the state aside, then rename; the state's JSON last, because resuming reads it
-        first."""
+        """Write the checkpoint and the state aside, then rename; last the state's JSON, which resuming reads first."""
         save_drafter(self.model, self.folder / "drafter", tokenizer_sha256=self.target.tokenizer_sha256)
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for number, optimizer in enumerate(self.optimizers):
