@@ -1,4 +1,4 @@
-"""The DFlash drafter (arXiv 2602.06036): a small block-diffusion transformer that proposes the next D tokens in one pass.
+"""The DFlash drafter (arXiv 2602.06036): a small block-diffusion transformer, D tokens proposed in one pass.
 
 Owns the architecture, the public checkpoint layout, and the context cache used while decoding; how it is trained is in
 `learning/drafter.py`, which calls the same `DFlashModel`.
@@ -157,7 +157,7 @@ class DrafterConfig:
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The taps of a checkpoint that names none: one in the middle, or spread from layer 1 to the fourth from the end."""
+    """The taps of a checkpoint that names none: one in the middle, or spread from layer 1 to L - 3 of L."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -374,7 +374,7 @@ class DFlashDrafter:
 
     @torch.inference_mode()
     def extend(self, cache: SlotCache, slots: Sequence[int], features: torch.Tensor, counts: Sequence[int]) -> None:
-        """Append `counts[i]` rows of `features` [len(slots), R, F] to the context of each of `slots`; drafts nothing."""
+        """Append `counts[i]` rows of `features` [len(slots), R, F] to the contexts of `slots`; drafts nothing."""
         starts = torch.tensor([cache.lengths[slot] for slot in slots], device=features.device)
         rows = torch.arange(features.shape[1], device=features.device)
         positions = starts[:, None] + rows

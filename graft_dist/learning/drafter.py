@@ -37,8 +37,8 @@ IGNORED = -100
 """Label of a block row that lies behind the end of its sequence."""
 
 LANES = 8
-"""Sequences are dealt to this many lanes by index, and workers own whole lanes: the order of the data does not depend on
-the number of workers (1, 2, 4 or 8), and a sequence's cached features are needed by one worker only."""
+"""Sequences are dealt to this many lanes by index, and workers own whole lanes: the order of the data does not depend
+on the number of workers (1, 2, 4 or 8), and a sequence's cached features are needed by one worker only."""
 
 
 @dataclass(frozen=True)
@@ -314,8 +314,8 @@ def count_hits(
 ) -> torch.Tensor:
     """Raw counts at random anchors of `lessons`, float64 [3 + D]; sums over workers add up.
 
-    In order: anchors, leading depths right, leading depths among the first eight choices, and for each depth how often the
-    first choice is right.
+    In order: anchors, leading depths right, leading depths among the first eight choices, and for each depth how often
+    the first choice is right.
     """
     depth = model.config.draft_depth
     counts = torch.zeros(3 + depth, dtype=torch.float64)
