@@ -7,7 +7,6 @@ Letters: V vocabulary, F width of the drafter's features.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from graft_dist.budget import HISTORY_WINDOW
+from graft_dist.budget import HISTORY_WINDOW, sequence_key
 from graft_dist.rounds import FinishReason, RoundRecord, SequenceSummary
 from graft_dist.sampling import SamplingParams, TextStream, TokenChooser, TokenLogprob, token_logprobs, trim
 
@@ -77,7 +76,7 @@ class ActiveSequence:
         tokenizer: Any | None,
     ) -> None:
         self.sequence_id = sequence_id
-        self.key = int.from_bytes(hashlib.sha256(sequence_id.encode()).digest()[:8], "big")
+        self.key = sequence_key(sequence_id)
         self.prompt = prompt
         self.params = params
         self.limit = limit

@@ -9,6 +9,7 @@ Dimension letters: S slots, D draft depth, K candidates per depth, H hidden size
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,6 +40,11 @@ class DraftState:
     max_budget: int  # nodes there is room for
     sequence_key: int  # stable number of the sequence, for draws that must be reproducible
     round_index: int  # 0 in a sequence's first round
+
+
+def sequence_key(sequence_id: str) -> int:
+    """Return the 64-bit number that stands for a sequence in draws, the same when its rounds are replayed."""
+    return int.from_bytes(hashlib.sha256(sequence_id.encode()).digest()[:8], "big")
 
 
 class BudgetPolicy(Protocol):

@@ -113,6 +113,64 @@ def build_tree(
     return DraftTree(*_grow(root_token, ids, scores, capacity, depth_limit))
 
 
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """Trees of S rounds in padded arrays [S, B + 1]; entries beyond a tree's last node mean nothing."""
+
+    tokens: Int32Array
+    parents: Int32Array
+    depths: Int32Array
+    scores: Float32Array
+    ranks: Int32Array
+    num_nodes: Int32Array  # [S], the root not counted
+
+    def tree(self, slot: int) -> DraftTree:
+        """Return one tree; its arrays are views."""
+        end = self.num_nodes[slot] + 1
+        arrays = (self.tokens, self.parents, self.depths, self.scores, self.ranks)
+        return DraftTree(*(array[slot, :end] for array in arrays))
+
+
+def build_trees(
+    root_tokens: npt.NDArray[np.int64],
+    candidate_ids: Int32Array,
+    edge_scores: Float32Array,
+    budget: int,
+    depth_limits: Int32Array,
+) -> TreeBatch:
+    """Build the trees of S rounds in one compiled call: `build_tree` for each slot, with its own depth limit.
+
+    Args:
+        root_tokens: int64 [S].
+        candidate_ids: int32 [S, D, K].
+        edge_scores: float32 [S, D, P, K], P == 1 or P == K.
+        budget: largest number of nodes of each tree.
+        depth_limits: int32 [S], the deepest depth allowed in each tree.
+
+    Raises:
+        ValueError: shapes that do not fit, or a negative budget or depth.
+    """
+    ids = np.ascontiguousarray(candidate_ids, dtype=np.int32)
+    scores = np.ascontiguousarray(edge_scores, dtype=np.float32)
+    limits = np.ascontiguousarray(depth_limits, dtype=np.int32)
+    num_slots, depth, width = ids.shape
+    if scores.shape not in ((num_slots, depth, 1, width), (num_slots, depth, width, width)):
+        raise ValueError(f"edge_scores {scores.shape} must be [S, D, 1 or K, K] for candidate_ids {ids.shape}")
+    if not len(root_tokens) == len(limits) == num_slots:
+        raise ValueError(f"{len(root_tokens)} roots and {len(limits)} depth limits do not fit {num_slots} slots")
+    if budget < 0 or np.any(limits < 0):
+        raise ValueError(f"budget and depth limits must be at least 0, not {budget} and {limits.min(initial=0)}")
+    shape = (num_slots, _capacity(width, depth, budget) + 1)
+    tokens, parents, depths, ranks = (np.zeros(shape, np.int32) for _ in range(4))
+    batch = TreeBatch(tokens, parents, depths, np.zeros(shape, np.float32), ranks, np.zeros(num_slots, np.int32))
+    roots = np.ascontiguousarray(root_tokens, dtype=np.int64)
+    _grow_all(
+        roots, ids, scores, np.minimum(limits, depth),
+        batch.tokens, batch.parents, batch.depths, batch.scores, batch.ranks, batch.num_nodes,
+    )  # fmt: skip
+    return batch
+
+
 def ancestor_mask(parents: Int32Array) -> BoolArray:
     """Return bool [n+1, n+1]: entry [i, j] is True when node i sees node j (its ancestors and itself)."""
     size = len(parents)
@@ -279,3 +337,32 @@ def _grow(
 
     end = node + 1
     return tokens[:end], parents[:end], depths[:end], path_scores[:end].astype(np.float32), ranks[:end]
+
+
+@njit(cache=True)
+def _grow_all(  # noqa: PLR0913 - inputs and outputs of a compiled loop
+    root_tokens: npt.NDArray[np.int64],
+    candidate_ids: Int32Array,
+    edge_scores: Float32Array,
+    depth_limits: Int32Array,
+    tokens: Int32Array,
+    parents: Int32Array,
+    depths: Int32Array,
+    path_scores: Float32Array,
+    ranks: Int32Array,
+    num_nodes: Int32Array,
+) -> None:
+    """Grow one tree per slot, of at most as many nodes as a row of `tokens` [S, B + 1] has room for.
+
+    Stands in this file because the cache of compiled code notices changes of a function's own file only.
+    """
+    budget = tokens.shape[1] - 1
+    for slot in range(len(root_tokens)):
+        grown = _grow(root_tokens[slot], candidate_ids[slot], edge_scores[slot], budget, depth_limits[slot])
+        end = len(grown[0])
+        tokens[slot, :end] = grown[0]
+        parents[slot, :end] = grown[1]
+        depths[slot, :end] = grown[2]
+        path_scores[slot, :end] = grown[3]
+        ranks[slot, :end] = grown[4]
+        num_nodes[slot] = end - 1
