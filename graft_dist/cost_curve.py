@@ -1,0 +1,114 @@
+"""What a round costs by its budget: a curve given in a file, or fitted to recorded timings.
+
+Owns the rule between the measured points: the plain round (budget 0) stands alone, since drafting is a step; between
+two points the curve is linear, below the smallest drafted budget flat, beyond the largest it goes on with the last
+slope. Medians that fall as the budget rises are noise: a fit pools them until the curve never falls. The context length
+is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from graft_dist.errors import PolicyError
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Milliseconds of a whole round by its number of verified nodes; refuses anything else with a PolicyError."""
+
+    budgets: tuple[int, ...]  # rising; the first is 0, the plain round
+    round_ms: tuple[float, ...]  # of one sequence; positive, never falling
+    source: str  # where the numbers come from, for reports
+
+    def __post_init__(self) -> None:
+        if len(self.budgets) != len(self.round_ms) or len(self.budgets) < 2 or self.budgets[0] != 0:
+            raise PolicyError(f"a cost curve needs milliseconds for budget 0 and one more, not for {self.budgets}")
+        if any(right <= left for left, right in zip(self.budgets, self.budgets[1:], strict=False)):
+            raise PolicyError(f"the budgets of a cost curve must rise, not go {self.budgets}")
+        if not all(0 < ms < math.inf for ms in self.round_ms):
+            raise PolicyError(f"the milliseconds of a cost curve must be above 0, not {self.round_ms}")
+        if any(right < left for left, right in zip(self.round_ms, self.round_ms[1:], strict=False)):
+            raise PolicyError(f"a cost curve must not fall as the budget rises, as {self.round_ms} does")
+
+    def table(self, max_budget: int) -> FloatArray:
+        """Return the milliseconds of each budget 0 .. max_budget, float64 [max_budget + 1]."""
+        budgets, drafted_ms = np.array(self.budgets[1:]), np.array(self.round_ms[1:])
+        wanted = np.arange(max_budget + 1)
+        table = np.interp(wanted, budgets, drafted_ms)
+        if len(budgets) > 1:
+            slope = (drafted_ms[-1] - drafted_ms[-2]) / (budgets[-1] - budgets[-2])
+            table += slope * np.maximum(wanted - budgets[-1], 0)
+        table[0] = self.round_ms[0]
+        return table
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Recorded rounds of one budget: medians over `num_rounds` rounds of one sequence's share."""
+
+    budget: int  # nodes verified; 0 for rounds that were not drafted
+    round_ms: float
+    undrafted_ms: float  # verification and commit alone: what is left without a draft
+    num_rounds: int
+
+
+def read_cost_curve(path: Path) -> CostCurve:
+    """Read a JSON object from budgets to milliseconds: `{"0": 46, "8": 60, "64": 116}`.
+
+    Raises:
+        PolicyError: a file that cannot be read or holds something else.
+    """
+    try:
+        points = json.loads(path.read_text(encoding="utf-8"))
+        pairs = sorted((int(budget), float(ms)) for budget, ms in points.items())
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise PolicyError(
+            f'the cost file {path} is no JSON object such as {{"0": 46, "8": 60}} ({" ".join(str(error).split())})'
+        ) from error
+    return CostCurve(tuple(budget for budget, _ in pairs), tuple(ms for _, ms in pairs), f"the file {path}")
+
+
+def fit_cost_curve(timings: Sequence[Timing], where: str) -> CostCurve | None:
+    """Return the monotone curve through recorded timings, or None with fewer than two drafted budgets.
+
+    Where no plain round was recorded, it is taken to cost what verification and commit do at the smallest budget.
+    `where` names the hardware in `source`.
+    """
+    drafted = sorted((timing for timing in timings if timing.budget > 0), key=lambda timing: timing.budget)
+    if len(drafted) < 2:
+        return None
+    plain = [timing for timing in timings if timing.budget == 0]
+    counts = np.array([timing.num_rounds for timing in drafted], np.float64)
+    drafted_ms = monotone_fit(np.array([timing.round_ms for timing in drafted]), counts)
+    plain_ms = plain[0].round_ms if plain else drafted[0].undrafted_ms
+    plain_source = f"plain rounds from {plain[0].num_rounds}" if plain else "plain rounds as without their draft"
+    source = (
+        f"monotone fit of {counts.sum():.0f} recorded rounds at {len(drafted)} budgets, {plain_source} ({where}), "
+        "linear between budgets"
+    )
+    return CostCurve(
+        (0, *(timing.budget for timing in drafted)), (min(plain_ms, float(drafted_ms[0])), *drafted_ms.tolist()), source
+    )
+
+
+def monotone_fit(values: FloatArray, weights: FloatArray) -> FloatArray:
+    """Return the never falling sequence nearest to `values` in weighted squares (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, length
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        mean, total, length = value, weight, 1
+        while blocks and blocks[-1][0] > mean:
+            last_mean, last_total, last_length = blocks.pop()
+            mean = (last_mean * last_total + mean * total) / (last_total + total)
+            total, length = last_total + total, last_length + length
+        blocks.append((mean, total, length))
+    return np.concatenate([np.full(length, mean) for mean, _, length in blocks])

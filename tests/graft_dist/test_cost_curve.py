@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graft_dist.cost_curve import CostCurve, Timing, fit_cost_curve, monotone_fit, read_cost_curve
+from graft_dist.errors import PolicyError
+
+
+def test_between_and_beyond_the_points() -> None:
+    curve = CostCurve((0, 2, 4, 6), (10.0, 20.0, 22.0, 30.0), "hand")
+    assert curve.table(8).tolist() == [10, 20, 20, 21, 22, 26, 30, 34, 38]
+    assert CostCurve((0, 2), (10.0, 20.0), "hand").table(3).tolist() == [10, 20, 20, 20]
+    assert curve.table(0).tolist() == [10]
+
+
+def test_a_fit_pools_what_falls() -> None:
+    values, weights = np.array([1.0, 5.0, 2.0, 6.0]), np.array([1.0, 1.0, 2.0, 1.0])
+    assert monotone_fit(values, weights).tolist() == [1, 3, 3, 6]
+    assert monotone_fit(np.array([3.0, 2.0, 1.0]), np.ones(3)).tolist() == [2, 2, 2]
+
+
+def test_a_fit_of_timings() -> None:
+    drafted = [Timing(8, 30.0, 20.0, 5), Timing(4, 24.0, 16.0, 10)]
+    fitted = fit_cost_curve([*drafted, Timing(0, 15.0, 14.0, 3)], "box")
+    assert fitted is not None
+    assert (fitted.budgets, fitted.round_ms) == ((0, 4, 8), (15.0, 24.0, 30.0))
+    assert "15 recorded rounds at 2 budgets, plain rounds from 3 (box)" in fitted.source
+    without_plain = fit_cost_curve(drafted, "box")
+    assert without_plain is not None and without_plain.round_ms[0] == 16.0
+    assert fit_cost_curve(drafted[:1], "box") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[1, 2]", "is no JSON object"),
+        ('{"0": 46, "x": 1}', "is no JSON object"),
+        ('{"0": 46}', "budget 0 and one more"),
+        ('{"4": 46, "8": 50}', "budget 0 and one more"),
+        ('{"0": 46, "8": 40}', "must not fall"),
+        ('{"0": 0, "8": 40}', "above 0"),
+        ('{"0": 46, "8": Infinity}', "above 0"),
+        ('{"0": 46, "8": 50, "08": 51}', "must rise"),
+    ],
+)
+def test_files_that_hold_no_curve(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text(text)
+    with pytest.raises(PolicyError, match=sentence):
+        read_cost_curve(tmp_path / "cost.json")
+
+
+def test_a_file_in_any_order(tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text('{"16": 54, "0": 46, "8": 50.5}')
+    assert read_cost_curve(tmp_path / "cost.json").round_ms == (46.0, 50.5, 54.0)
+    with pytest.raises(PolicyError, match="nowhere"):
+        read_cost_curve(tmp_path / "nowhere.json")
