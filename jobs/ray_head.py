@@ -71,8 +71,13 @@ class RayHead:
 
     @staticmethod
     def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The environment for the head and its clients: this machine only, so without authentication; no reporting."""
-        return os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"} | dict(more or {})
+        """The environment for the head and its clients: this machine only, so without authentication; no reporting.
+
+        A job's `python` is this one, as it would be on a cluster.
+        """
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        ours = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PATH": path}
+        return os.environ | ours | dict(more or {})
 
     def stop(self) -> None:
         """End the head and everything it started; may be called twice."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -267,7 +266,7 @@ def test_a_job_that_the_cluster_can_never_place_is_refused_at_once(bench: Bench)
 def test_ray_job_submit_runs_the_same_command(bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]]) -> None:
     command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", f"--address={bench.head.dashboard_url}"]
     command += ["--working-dir", str(REPOSITORY), "--", "python", "jobs/collect.py", *bench.arguments("submitted")]
-    environment = bench.head.environment({"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    environment = bench.head.environment()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
