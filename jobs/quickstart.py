@@ -8,6 +8,7 @@ when it is interrupted. What it collects stays in `.quickstart/store`; a second 
 from __future__ import annotations
 
 import argparse
+import logging
 import shlex
 import shutil
 import signal
@@ -59,6 +60,7 @@ class QuickstartRequest:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the quickstart; returns the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it names every file that it does not upload
     started = time.monotonic()
     try:
         request = _request(argv)
