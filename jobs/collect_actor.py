@@ -18,6 +18,7 @@ from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
 from graft_dist.prompts import Prompt, render
 from graft_dist.rounds import RoundRecord, SequenceRecord
+from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from jobs.collector import FATAL_ERRORS, Collector
 from jobs.decode_spec import DecodeSpec
@@ -111,6 +112,7 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
         record=plan.store is not None and spec.records_rounds,
         detokenize=False,
     )
+    _warm_up(make_engine())
     dense = None
     if spec.dense and drafter is not None and plan.store is not None:
         dense = partial(_dense, target, drafter, config.num_candidates)
@@ -124,6 +126,13 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
         slice_s=plan.slice_s,
     )
     return collector, models
+
+
+def _warm_up(engine: Engine) -> None:
+    """Decode a few tokens: the first round compiles the tree builder, which must not be recorded as anyone's timing."""
+    engine.add([0, 1, 2], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
 
 
 def _render(target: Target, spec: DecodeSpec, item: WorkItem) -> list[int]:
