@@ -257,7 +257,9 @@ class Driver:
         self._ready.discard(worker)
         self._wants.discard(worker)
         alone = any(self._trials[held_id].is_suspect for held_id in self._hands[worker])
-        self.pool.call(worker, held, new, bool(self._queue or self._suspects) and not alone)
+        # Suspects do not count: this worker's hand is not empty, so it could not be given one, and a worker that is
+        # told of more comes back at once when it has a free slot. It would never get on with what it holds.
+        self.pool.call(worker, held, new, bool(self._queue) and not alone)
 
     def _next_for(self, worker: int) -> str | None:
         hand = self._hands[worker]

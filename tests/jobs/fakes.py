@@ -69,6 +69,9 @@ class FakePool:
             self._answers.append((worker, Report()))
             return
         finished, failed = [], []
+        if new is None and has_more and len(hand) < 2:  # a free slot, and a unit to be had: it decodes nothing
+            self._answers.append((worker, Report(unknown=unknown)))
+            return
         for unit_id in list(hand):
             if fates[unit_id].startswith("error"):
                 failed.append(FailedUnit(unit_id, fates[unit_id]))

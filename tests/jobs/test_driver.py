@@ -88,6 +88,20 @@ def test_suspects_are_tried_alone() -> None:
             assert not has_more
 
 
+def test_a_worker_gets_on_with_its_unit_while_suspects_wait() -> None:
+    # u0 fails (say, in writing) while u1 is still being decoded and the queue is empty: u0 is for an empty hand only.
+    pool = FakePool(
+        1,
+        fate=lambda unit_id, attempt: "error: disk full" if (unit_id, attempt) == ("u0", 1) else "ok",
+        calls_per_unit=3,
+    )
+    log = FakeLog()
+    too_long = iter(range(100))
+    result = drive(pool, log, number=2, stop_signal=lambda: None if next(too_long, 0) < 99 else Ending.TERMINATED)
+    assert result.ending is Ending.COMPLETE
+    assert sorted(log.units) == all_units(2)
+
+
 def test_a_restarted_worker_that_has_forgotten_its_units_costs_nothing_but_an_attempt() -> None:
     pool = FakePool(
         1, fate=lambda unit_id, attempt: "forget" if (unit_id, attempt) == ("u0", 1) else "ok", calls_per_unit=2
