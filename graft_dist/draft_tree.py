@@ -126,9 +126,8 @@ class TreeBatch:
 
     def tree(self, slot: int) -> DraftTree:
         """Return one tree; its arrays are views."""
-        end = self.num_nodes[slot] + 1
-        arrays = (self.tokens, self.parents, self.depths, self.scores, self.ranks)
-        return DraftTree(*(array[slot, :end] for array in arrays))
+        own = (slot, slice(int(self.num_nodes[slot]) + 1))
+        return DraftTree(self.tokens[own], self.parents[own], self.depths[own], self.scores[own], self.ranks[own])
 
 
 def build_trees(
@@ -150,9 +149,10 @@ def build_trees(
     Raises:
         ValueError: shapes that do not fit, or a negative budget or depth.
     """
-    ids = np.ascontiguousarray(candidate_ids, dtype=np.int32)
-    scores = np.ascontiguousarray(edge_scores, dtype=np.float32)
-    limits = np.ascontiguousarray(depth_limits, dtype=np.int32)
+    # Writeable, for read-only arrays would be another type to compile for.
+    ids = np.require(candidate_ids, np.int32, ["C", "W"])
+    scores = np.require(edge_scores, np.float32, ["C", "W"])
+    limits = np.require(depth_limits, np.int32, ["C", "W"])
     num_slots, depth, width = ids.shape
     if scores.shape not in ((num_slots, depth, 1, width), (num_slots, depth, width, width)):
         raise ValueError(f"edge_scores {scores.shape} must be [S, D, 1 or K, K] for candidate_ids {ids.shape}")
@@ -163,7 +163,7 @@ def build_trees(
     shape = (num_slots, _capacity(width, depth, budget) + 1)
     tokens, parents, depths, ranks = (np.zeros(shape, np.int32) for _ in range(4))
     batch = TreeBatch(tokens, parents, depths, np.zeros(shape, np.float32), ranks, np.zeros(num_slots, np.int32))
-    roots = np.ascontiguousarray(root_tokens, dtype=np.int64)
+    roots = np.require(root_tokens, np.int64, ["C", "W"])
     _grow_all(
         roots, ids, scores, np.minimum(limits, depth),
         batch.tokens, batch.parents, batch.depths, batch.scores, batch.ranks, batch.num_nodes,
@@ -358,7 +358,7 @@ def _grow_all(  # noqa: PLR0913 - inputs and outputs of a compiled loop
     """
     budget = tokens.shape[1] - 1
     for slot in range(len(root_tokens)):
-        grown = _grow(root_tokens[slot], candidate_ids[slot], edge_scores[slot], budget, depth_limits[slot])
+        grown = _grow(root_tokens[slot], candidate_ids[slot], edge_scores[slot], budget, int(depth_limits[slot]))
         end = len(grown[0])
         tokens[slot, :end] = grown[0]
         parents[slot, :end] = grown[1]

@@ -61,6 +61,13 @@ class TableFormat(StrEnum):
     json = "json"
 
 
+class ReplayFormat(StrEnum):
+    """How `graft replay` prints."""
+
+    table = "table"
+    json = "json"
+
+
 Config = Annotated[str, typer.Option(help="Target to decode with: a YAML file, or a name that `graft targets` lists.")]
 PromptFile = Annotated[Path, typer.Option(help="JSONL file, one object a line: id, task, turns.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")]
@@ -228,6 +235,42 @@ def bench(
     from jobs.bench_command import run_bench
 
     raise typer.Exit(run_bench(settings, found, names, chosen, params, warmup, out))
+
+
+@app.command()
+def replay(
+    store: Annotated[str, typer.Option(help="Trajectory store: a folder or an object store's URI.")],
+    scorer: Annotated[str, typer.Option(help="What scores edges: marginal.")] = "marginal",
+    policy: Annotated[
+        str, typer.Option(help="What chooses budgets: fixed (one policy for each of --budgets).")
+    ] = "fixed",
+    budgets: Annotated[str, typer.Option(help="Comma-separated numbers of draft nodes per round.")] = "4,8,16,32,64",
+    target: Annotated[str | None, typer.Option(help="Only rounds of this target, by its name in the store.")] = None,
+    task: Annotated[str | None, typer.Option(help="Only rounds of this task.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL file: only rounds of its prompts, by id.")] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out/--all", help="Of --prompts, only the fifth no drafter is trained on; or all.")
+    ] = False,
+    cost: Annotated[
+        Path | None, typer.Option(help="JSON object from budgets to milliseconds; default: the recorded timings.")
+    ] = None,
+    format: Annotated[ReplayFormat, typer.Option(help="How to print the report.")] = ReplayFormat.table,
+) -> None:
+    """Work out, without a model, what other budgets would have made of recorded rounds."""
+    from jobs.replay_command import ReplayRequest, run_replay
+
+    request = ReplayRequest(
+        store=store,
+        scorer=scorer,
+        policy=policy,
+        budgets=_budgets(budgets, []),
+        target=target,
+        task=task,
+        prompts=None if prompts is None else _read_prompts(prompts, None),
+        is_held_out_only=held_out,
+        cost=cost,
+    )
+    raise typer.Exit(run_replay(request, format.value))
 
 
 @app.command()

@@ -33,6 +33,7 @@ SURFACE = {
     f"{SAMPLING} {PENALTIES} {LOADING}",
     "bench": f"--config --prompts --methods --budgets --warmup --out --limit {SAMPLING} {LOADING}",
     "query": "--store --format",
+    "replay": "--store --scorer --policy --budgets --target --task --prompts --held-out --cost --format",
     "targets": "",
     "version": "",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,3 +113,30 @@ def write_unit(
         [make_sequence(name, num_rounds) for name in ids],
         [make_round(name, index) for name in ids for index in range(num_rounds)],
     )
+
+
+def commit_replayable(root: Path) -> None:
+    """A store of rounds for replay: a code prompt that stopped, a chat prompt at its limit, two that were aborted."""
+    store = TrajectoryStore(root)
+    turn = store.begin("run", "tiny", DATASET)
+    prompt = {"prompt_token_ids": list(range(10)), "sampling": SamplingParams(max_new_tokens=20)}
+    sequences = [
+        make_sequence("code-1", 3, output_token_ids=[4, 5, 7, 9, 8], **prompt),
+        make_sequence("chat-1", 1, task="chat", output_token_ids=[4, 6, 7], finish_reason="length", **prompt),
+        make_sequence("gone-1", 1, task="chat", output_token_ids=[4, 5, 7], finish_reason="abort", **prompt),
+        make_sequence("gone-2", 1, task="chat", output_token_ids=[4, 6, 8, 1], finish_reason="abort", **prompt),
+    ]
+    nothing = np.zeros(0, np.int32)
+    dense = dict.fromkeys(("tree_tokens", "tree_parents", "tree_depths", "target_tokens", "accepted"), nothing)
+    dense |= {"kind": "dense", "followed": np.array([7, 9], np.int32), "context_length": 11, "root_token": 5}
+    rounds = [
+        make_round("code-1", 0),
+        undrafted("code-1", 1, batch_rows=1, draft_ns=0),
+        make_round("code-1", 2, context_length=13, root_token=9, batch_rows=5, verify_ns=8_000_000),
+        make_round("code-1", 1, **dense),
+        make_round("chat-1", 0),
+        make_round("gone-1", 0),
+        make_round("gone-2", 0),
+    ]
+    key = UnitKey(unit_id="u", attempt="a", run_id="run")
+    store.commit(store.write_unit(key, PROVENANCE, sequences, rounds), "run", turn)

@@ -1,0 +1,159 @@
+"""`graft replay`: rounds out of the store, through the replay, onto the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+
+import duckdb
+
+from graft_dist.budget import FixedBudget
+from graft_dist.cost_curve import CostCurve, fit_cost_curve, read_cost_curve
+from graft_dist.edge_scorer import EdgeScorer, MarginalScorer
+from graft_dist.errors import PolicyError, PromptError, StoreError
+from graft_dist.prompts import BadPrompt, Prompt, is_held_out
+from graft_dist.replay import LOST, OracleRow, ReplayReport, ReplayRow, replay
+from jobs.out_file import to_json
+from storage import TrajectoryStore, connect
+from storage.recorded_rounds import (
+    Selection,
+    Skipped,
+    check_one_source,
+    count_skipped,
+    recorded_rounds,
+    recorded_timings,
+)
+
+SCORERS = ("marginal",)
+POLICIES = ("fixed",)
+
+_HEADER = (
+    f"{'kind':<9}{'task':<12}{'policy':<10}{'rounds':>9}{'MAT':>7}{'budget':>8}{'mismatch':>10}{'tokens/s':>10}"
+    f"{'speedup':>9}{'regret':>8}" + "".join(f"{name:>14}" for name in LOST)
+)
+
+
+@dataclass(frozen=True)
+class ReplayRequest:
+    """What to replay, and how."""
+
+    store: str
+    scorer: str
+    policy: str
+    budgets: list[int]
+    target: str | None
+    task: str | None
+    prompts: list[Prompt | BadPrompt] | None
+    is_held_out_only: bool
+    cost: Path | None
+
+
+def run_replay(request: ReplayRequest, format: str) -> int:
+    """Replay and print; returns the exit code."""
+    scorer = _scorer(request.scorer)
+    if request.policy not in POLICIES:
+        raise PolicyError(f"unknown policy {request.policy!r}: choose one of {', '.join(POLICIES)}")
+    policies = {"plain": FixedBudget(0)} | {f"fixed-{budget}": FixedBudget(budget) for budget in request.budgets}
+    selection = Selection(request.target, request.task, _prompt_ids(request))
+    store = TrajectoryStore(request.store)
+    if not store.exists:
+        raise StoreError(f"there is no trajectory store at {store.path}: a collect job creates one when it starts.")
+    with closing(connect(request.store)) as connection:
+        _warn_of_several_drafters(check_one_source(connection, selection))
+        cost = _cost_curve(request.cost, connection, selection)
+        skipped = count_skipped(connection, selection)
+        rounds = recorded_rounds(connection, selection)
+        report = replay(rounds, scorer, policies, max_budget=max(request.budgets), cost=cost)
+    if not report.rows:
+        raise StoreError(f"no recorded round to replay: {_skipped_text(skipped)}.")
+    print(_as_json(request, cost, skipped, report) if format == "json" else _as_table(cost, skipped, report))
+    return 0
+
+
+def _scorer(name: str) -> EdgeScorer:
+    if name not in SCORERS:
+        raise PolicyError(f"unknown scorer {name!r}: choose one of {', '.join(SCORERS)}")
+    return MarginalScorer()
+
+
+def _prompt_ids(request: ReplayRequest) -> list[str] | None:
+    if request.prompts is None:
+        if request.is_held_out_only:
+            raise PromptError(
+                "--held-out needs --prompts FILE: the split is by the prompts' text, which no store holds"
+            )
+        return None
+    good = [prompt for prompt in request.prompts if isinstance(prompt, Prompt)]
+    for bad in request.prompts:
+        if isinstance(bad, BadPrompt):
+            print(f"graft: {bad.id}: {bad.error}", file=sys.stderr)
+    return [prompt.id for prompt in good if is_held_out(prompt.turns) or not request.is_held_out_only]
+
+
+def _warn_of_several_drafters(drafters: Sequence[str]) -> None:
+    if len(drafters) > 1:
+        print(f"graft: the rounds come from {len(drafters)} different drafters, averaged together", file=sys.stderr)
+
+
+def _cost_curve(file: Path | None, connection: duckdb.DuckDBPyConnection, selection: Selection) -> CostCurve | None:
+    if file is not None:
+        return read_cost_curve(file)
+    found = recorded_timings(connection, selection)
+    if found is None:
+        return None
+    return fit_cost_curve(found.timings, f"{found.hardware}, {found.batch_size} sequences at once")
+
+
+def _skipped_text(skipped: Skipped) -> str:
+    return (
+        f"{skipped.num_undrafted} rounds were not drafted for, {skipped.num_cut_off} are too close to where their "
+        "sequence was cut off"
+    )
+
+
+def _as_json(request: ReplayRequest, cost: CostCurve | None, skipped: Skipped, report: ReplayReport) -> str:
+    value = {
+        "store": request.store,
+        "scorer": request.scorer,
+        "policy": request.policy,
+        "cost": None if cost is None else asdict(cost),
+        "skipped": asdict(skipped),
+        **asdict(report),
+    }
+    return to_json(value).rstrip("\n")
+
+
+def _as_table(cost: CostCurve | None, skipped: Skipped, report: ReplayReport) -> str:
+    oracles = {(row.kind, row.task): row for row in report.oracles}
+    lines = [_HEADER]
+    for group, rows in groupby(report.rows, key=lambda row: (row.kind, row.task)):
+        own = list(rows)
+        lines += [_row_line(row) for row in own]
+        if group in oracles:
+            lines.append(_oracle_line(oracles[group], own[0].num_rounds))
+    source = "none: give --cost, or record rounds of at least two budgets" if cost is None else cost.source
+    return "\n".join([*lines, "", f"cost: {source}", f"left out: {_skipped_text(skipped)}"])
+
+
+def _row_line(row: ReplayRow) -> str:
+    return (
+        _left(row.kind, row.task, row.policy, row.num_rounds, row.mat, row.mean_budget)
+        + f"{row.mismatch_rate:>10.1%}"
+        + ("" if row.tokens_per_s is None else f"{row.tokens_per_s:.1f}").rjust(10)
+        + ("" if row.speedup is None else f"{row.speedup:.2f}").rjust(9)
+        + ("" if row.regret is None else f"{row.regret:.1%}").rjust(8)
+        + "".join(f"{row.lost[name] / row.num_rounds:>14.1%}" for name in LOST)
+    )
+
+
+def _oracle_line(row: OracleRow, num_rounds: int) -> str:
+    left = _left(row.kind, row.task, "oracle", num_rounds, row.mat, row.mean_budget)
+    return left + f"{'':>10}{row.tokens_per_s:>10.1f}{row.speedup:>9.2f}"
+
+
+def _left(kind: str, task: str, policy: str, num_rounds: int, mat: float, mean_budget: float) -> str:
+    return f"{kind:<9}{task:<12}{policy:<10}{num_rounds:>9}{mat:>7.2f}{mean_budget:>8.1f}"
