@@ -545,9 +545,12 @@ def save_drafter(
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt", "tokenizer_sha256": tokenizer_sha256})
     (aside / "config.json").write_text(json.dumps(model.config.to_json(), indent=2) + "\n")
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
+        folder.rename(old)  # not deleted in place: a process that is killed now leaves both, whole
     aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def fingerprint(config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> str:

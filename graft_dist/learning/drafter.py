@@ -287,9 +287,11 @@ def block_loss(
     soft = lesson.teacher_log_probs[positions].float().softmax(dim=-1) * training.soft_weight
     hard = torch.full((len(positions), 1), 1.0 - training.soft_weight, device=hidden.device)
     ids = torch.cat([lesson.teacher_ids[positions].long(), labels[is_real][:, None]], dim=1)
-    tokens, bias = vocabulary.draw(ids.flatten(), training.sampled_vocabulary, rng)
-    column_of = torch.zeros(len(head), dtype=torch.int64)
-    column_of[tokens] = torch.arange(len(tokens))
+    # The vocabulary lives in the CPU's memory, the head may not.
+    drawn, drawn_bias = vocabulary.draw(ids.flatten().cpu(), training.sampled_vocabulary, rng)
+    tokens, bias = drawn.to(head.device), drawn_bias.to(head.device)
+    column_of = torch.zeros(len(head), dtype=torch.int64, device=head.device)
+    column_of[tokens] = torch.arange(len(tokens), device=head.device)
     weights = torch.cat([soft, hard], dim=1) * row_weights[:, None]
     rows = hidden[is_real]
     loss: torch.Tensor = DistillationLoss.apply(rows, head[tokens].to(rows.dtype), bias, column_of[ids], weights)
@@ -318,7 +320,7 @@ def count_hits(
     the first choice is right.
     """
     depth = model.config.draft_depth
-    counts = torch.zeros(3 + depth, dtype=torch.float64)
+    counts = torch.zeros(3 + depth, dtype=torch.float64, device=target.device)
     for index, lesson in enumerate(lessons):
         anchors = draw_anchors(lesson, anchors_per_sequence, np.random.default_rng((seed, index)))
         hidden = block_hidden(model, target.embed, lesson, anchors)
@@ -328,8 +330,8 @@ def count_hits(
         labels = block_labels(lesson.tokens, anchors, depth)
         right = (top[..., 0] == labels).double()
         close = (top == labels[..., None]).any(dim=-1).double()
-        leading = [right.cumprod(dim=1).sum(), close.cumprod(dim=1).sum()]
-        counts += torch.cat([torch.tensor([len(anchors), *leading]), right.sum(dim=0)]).cpu()
+        leading = torch.stack([right.cumprod(dim=1).sum(), close.cumprod(dim=1).sum()])
+        counts += torch.cat([right.new_tensor([len(anchors)]), leading, right.sum(dim=0)])
     return counts
 
 
@@ -405,7 +407,7 @@ def worker() -> tuple[int, int]:
 
 
 def add_over_workers(tensors: Sequence[torch.Tensor]) -> None:
-    """Replace each tensor by its sum over all workers."""
+    """Replace each tensor by its sum over all workers; all on the device that the workers' group communicates from."""
     if not dist.is_initialized():
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])
@@ -523,7 +525,7 @@ class DrafterTrainer:
     def _train_step(self, batch: Sequence[tuple[int, int]]) -> float:
         """Accumulate the gradients of the batch's sequences, one at a time (no padding), and take one step."""
         head = self.target.lm_head_weight
-        total = torch.zeros(1)
+        total = torch.zeros(1, device=self.target.device)  # where the gradients are: they are summed together
         for position, (epoch, index) in enumerate(batch):
             lesson = self.cache.get(index) if position % self.num_workers == self.rank else None
             if lesson is None:
@@ -534,7 +536,7 @@ class DrafterTrainer:
                 hidden = block_hidden(self.model, self.target.embed, lesson, anchors)
                 loss = block_loss(hidden, lesson, anchors, head, self.vocabulary, self.training, rng)
             (loss / len(batch)).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach().cpu() / len(batch)
+            total += loss.detach() / len(batch)
         gradients = [_gradient(parameter) for parameter in self.model.parameters()]
         add_over_workers([*gradients, total])
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,30 @@ def test_saving_and_loading_keep_everything(tiny_llama: Target, checkpoint: Path
     for name, tensor in again.state_dict().items():
         assert torch.equal(drafter.model.state_dict()[name], tensor)
     assert not list(checkpoint.parent.glob("*.writing"))
+
+
+def test_a_checkpoint_is_there_whole_whenever_saving_is_cut_short(
+    tiny_llama: Target, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = load_file(checkpoint / "model.safetensors")
+    renamed: list[tuple[Path, Path]] = []
+
+    def stop_at_the_second(source: Path, destination: Path) -> Path:
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append((source, destination))
+        os.rename(source, destination)
+        return destination
+
+    monkeypatch.setattr(Path, "rename", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        save_drafter(tiny_model(tiny_llama, seed=7), checkpoint, tokenizer_sha256=tiny_llama.tokenizer_sha256)
+    kept = load_file(renamed[0][1] / "model.safetensors")
+    assert renamed[0][0] == checkpoint and all(torch.equal(kept[name], before[name]) for name in before)
+    monkeypatch.undo()
+    save_drafter(tiny_model(tiny_llama, seed=7), checkpoint, tokenizer_sha256=tiny_llama.tokenizer_sha256)
+    assert sorted(path.name for path in checkpoint.parent.iterdir()) == [checkpoint.name]
+    load_drafter(checkpoint, tiny_llama)
 
 
 def test_a_public_config_with_bookkeeping_keys_is_read(tiny_llama: Target, checkpoint: Path) -> None:
