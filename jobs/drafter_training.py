@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import DrafterConfig
 from graft_dist.errors import ConfigError, DrafterError
-from graft_dist.learning.drafter import Answer, DrafterScore, DrafterTrainer, DrafterTraining
+from graft_dist.learning.drafter import LANES, Answer, DrafterScore, DrafterTrainer, DrafterTraining
 from graft_dist.prompts import Prompt, is_held_out, read_prompts
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
@@ -36,6 +38,14 @@ class DrafterShape:
     mask_token_id: int
     """A token of the target's vocabulary that never occurs in text."""
 
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ConfigError(f"layers is {self.num_layers}; it must be at least 1")
+        if self.block_size < 2:
+            raise ConfigError(f"block-size is {self.block_size}; it must be at least 2, the root and one mask")
+        if list(self.target_layer_ids) != sorted({layer for layer in self.target_layer_ids if layer >= 0}):
+            raise ConfigError(f"taps are {list(self.target_layer_ids)}; they must be increasing layers from 0 on")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterRequest:
@@ -55,6 +65,18 @@ class DrafterRequest:
     threads_per_worker: int = 1
     address: str | None = None
 
+    def __post_init__(self) -> None:
+        # The rest is refused where it is used; these only after hours of answering.
+        if self.num_workers < 1 or LANES % self.num_workers:
+            raise ConfigError(f"workers is {self.num_workers}; it must be 1, 2, 4 or 8")
+        if self.training.sequences_per_step % LANES:
+            raise ConfigError(
+                f"sequences-per-step is {self.training.sequences_per_step}; allowed are multiples of {LANES}"
+            )
+        for name, number in (("slots", self.num_slots), ("threads", self.threads_per_worker)):
+            if number < 1:
+                raise ConfigError(f"{name} is {number}; it must be at least 1")
+
 
 def say(line: str) -> None:
     """Print a line at once, so that a job's log can be followed."""
@@ -69,7 +91,8 @@ def run(request: DrafterRequest) -> int:
     by_id = _prompts_by_id(request.prompts)
     for temperature in request.temperatures:
         say(f"answers at temperature {temperature:g}")
-        code = collect(_answers_request(request, temperature))
+        with signals_given_back():
+            code = collect(_answers_request(request, temperature))
         if code not in (Ending.COMPLETE.value, Ending.PARTIAL.value):
             return code
     training, held_out = read_answers(request.store, request.config.slug, by_id)
@@ -82,6 +105,17 @@ def run(request: DrafterRequest) -> int:
     score = train(request, training, held_out)
     say(f"done in {(time.monotonic() - started) / 3600:.2f} h: {score}; checkpoint in {request.out / 'drafter'}")
     return 0
+
+
+@contextmanager
+def signals_given_back() -> Iterator[None]:
+    """Afterwards SIGINT and SIGTERM do what they did before: a collection takes them, to stop in good order."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _prompts_by_id(paths: Sequence[str]) -> dict[str, Prompt]:

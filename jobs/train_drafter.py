@@ -1,7 +1,8 @@
-"""Train a DFlash drafter for a target: let the target answer prompts, then distil its answers.
+r"""Train a DFlash drafter for a target: let the target answer prompts, then distil its answers.
 
-    ray job submit --working-dir . -- python jobs/train_drafter.py --config FILE --prompts FILE --store DIR --out DIR
-    python jobs/train_drafter.py --config FILE --prompts FILE --store DIR --out DIR      (starts Ray by itself)
+    python jobs/train_drafter.py --config FILE --prompts FILE --store DIR --out DIR --taps 1,10,19,28 --mask-token 4 \
+        --steps 2000                                           (starts Ray by itself)
+    ray job submit --working-dir . -- python jobs/train_drafter.py ...      (the same options)
 
 A fifth of the prompts, by hash, is held out: never trained on, used for the score. Run again with the same arguments it
 goes on where it ended, in the answers and in the training. The checkpoint is DIR/drafter, in the public layout.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from graft_dist.config import TargetConfig
 from graft_dist.drafter import read_config
 from graft_dist.learning.drafter import Answer
 from graft_dist.prompts import is_held_out
+from jobs.collection import StopSignal
 from jobs.drafter_training import DrafterRequest, read_answers, train
 from jobs.drafter_training import _prompts_by_id as prompts_by_id
 from jobs.train_drafter import _parser, main, request_from
@@ -90,6 +92,12 @@ def test_two_workers_train_what_one_trains(config_file: Path, prompts_file: Path
     [
         (["--steps", "0"], "steps is 0"),
         (["--soft-weight", "2"], "soft_weight is 2.0"),
+        (["--layers", "0"], "layers is 0"),
+        (["--block-size", "1"], "block-size is 1"),
+        (["--taps", "4,1"], "taps are [4, 1]"),
+        (["--workers", "3"], "workers is 3"),
+        (["--sequences-per-step", "12"], "sequences-per-step is 12"),
+        (["--slots", "0"], "slots is 0"),
         (["--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
         (["--config", "/no/such/target.yaml"], "/no/such/target.yaml"),
     ],
@@ -105,6 +113,26 @@ def test_what_cannot_work_is_one_sentence(
     assert main(arguments(config_file, prompts_file, tmp_path, *more)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_after_answering_an_interrupt_stops_the_training(
+    config_file: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
+    found: list[object] = []
+
+    def collect_and_keep_the_signals(request: object) -> int:
+        StopSignal()
+        return 0
+
+    def no_answers(*arguments: object) -> tuple[list[Answer], list[Answer]]:
+        found.extend([signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)])
+        return [], []
+
+    monkeypatch.setattr("jobs.drafter_training.collect", collect_and_keep_the_signals)
+    monkeypatch.setattr("jobs.drafter_training.read_answers", no_answers)
+    assert main(arguments(config_file, prompts_file, tmp_path)) == 2
+    assert found == handlers
 
 
 def test_a_submitted_job_needs_absolute_folders(
