@@ -239,7 +239,7 @@ def bench(
 
 @app.command()
 def replay(
-    store: Annotated[str, typer.Option(help="Trajectory store: a folder or an object store's URI.")],
+    store: Annotated[str, typer.Option(help="Trajectory store: a folder or a file:// URI.")],
     scorer: Annotated[str, typer.Option(help="What scores edges: marginal.")] = "marginal",
     policy: Annotated[
         str, typer.Option(help="What chooses budgets: fixed (one policy for each of --budgets).")
@@ -276,7 +276,7 @@ def replay(
 @app.command()
 def query(
     sql: Annotated[str, typer.Argument(help="SQL over the views sequences and rounds, or the name of a stored query.")],
-    store: Annotated[str, typer.Option(help="Trajectory store: a folder or an object store's URI.")],
+    store: Annotated[str, typer.Option(help="Trajectory store: a folder or a file:// URI.")],
     format: Annotated[TableFormat, typer.Option(help="How to print the answer.")] = TableFormat.table,
 ) -> None:
     """Ask a trajectory store a question in SQL, also while a job writes to it."""
