@@ -329,7 +329,7 @@ class _Totals:
             rates = {
                 "tokens_per_s": rate,
                 "speedup": rate * float(self._cost_ms[0]) / 1000,
-                "regret": max(0.0, 1 - rate / oracle_rate),  # a policy as good as the oracle may seem better by rounding
+                "regret": max(0.0, 1 - rate / oracle_rate),  # below 0 by rounding only
             }
         return ReplayRow(
             kind=kind,
