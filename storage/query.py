@@ -18,6 +18,7 @@ import io
 import json
 import math
 import os
+from decimal import Decimal
 from importlib import resources
 from typing import Any
 
@@ -92,6 +93,8 @@ def run_query(
     if not store.exists:
         raise StoreError(f"there is no trajectory store at {store.path}: a collect job creates one when it starts.")
     sql = _sql_of(sql_or_name)
+    if not sql.strip():
+        raise StoreError(f"the query is empty: give SQL, or one of the named queries {', '.join(query_names())}.")
     with connect(root, memory_limit=memory_limit, threads=threads) as connection:
         try:
             answer = connection.sql(sql)
@@ -118,6 +121,11 @@ def query(root: str | os.PathLike[str], sql: str, format: str = "table") -> str:
         raise StoreError(f"format {format!r} is not one of {', '.join(FORMATS)}.")
     answer = run_query(root, sql)
     if format == "json":
+        twice = sorted({name for name in answer.column_names if answer.column_names.count(name) > 1})
+        if twice:
+            raise StoreError(
+                f"two columns are called {twice[0]!r}, which one JSON object cannot hold: name them with AS."
+            )
         return json.dumps(_plain(answer.to_pylist()), ensure_ascii=False, indent=2, default=str)
     return _as_csv(answer) if format == "csv" else _as_table(answer)
 
@@ -164,11 +172,13 @@ def _duckdb_type(kind: pa.DataType) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: JSON has neither NaN nor infinities."""
+    """The value as JSON can hold it: JSON has neither NaN nor infinities nor decimals."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, Decimal):  # a DuckDB sum of integers is one, of 38 digits
+        return int(value) if value == value.to_integral_value() else float(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -187,7 +197,9 @@ def _as_table(answer: pa.Table, max_width: int = 60) -> str:
     for name, column in zip(answer.column_names, answer.columns, strict=True):
         cells = [_cell(value, max_width) for value in column.to_pylist()]
         width = max(len(cell) for cell in [name, *cells])
-        is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+        is_number = any(
+            is_kind(column.type) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+        )
         pad = str.rjust if is_number else str.ljust
         columns.append([pad(name, width), "-" * width, *(pad(cell, width) for cell in cells)])
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))

@@ -240,6 +240,12 @@ def test_json_is_valid_json(root):
     assert json.loads(text) == [{"x": None, "ids": [1, 2], "day": "2026-05-06", "name": "ü"}]
 
 
+def test_sums_and_decimals_are_numbers(root):
+    sql = "SELECT sum(num_rounds) AS n, 1.25::DECIMAL(6, 2) AS d FROM sequences"
+    assert json.loads(query(root, sql, "json")) == [{"n": 4, "d": 1.25}]
+    assert query(root, "SELECT sum(num_rounds) AS num_rounds FROM sequences").splitlines()[2] == "         4"
+
+
 @pytest.mark.parametrize("format", ["table", "csv", "json"])
 @pytest.mark.parametrize("name", query_names())
 def test_every_named_query_prints_in_every_format(root, name, format):
@@ -268,6 +274,18 @@ def test_a_wrong_query_is_one_sentence(root, sql, message):
     with pytest.raises(StoreError, match=message) as caught:
         query(root, sql)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sql", ["", " \n"])
+def test_an_empty_query_is_refused(root, sql):
+    with pytest.raises(StoreError, match="the query is empty: give SQL, or one of the named queries acceptance, gain"):
+        query(root, sql)
+
+
+def test_two_columns_of_one_name_are_no_json_object(root):
+    assert query(root, "SELECT 1 AS a, 2 AS a", "csv") == "a,a\n1,2"
+    with pytest.raises(StoreError, match="two columns are called 'a'"):
+        query(root, "SELECT 1 AS a, 2 AS a", "json")
 
 
 def test_a_missing_store_is_one_sentence(tmp_path):
