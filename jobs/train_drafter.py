@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, required=True, metavar="N", help="optimizer steps of the whole run")
     add("--sequences-per-step", type=int, default=16, metavar="N", help="answers in a step (16)")
     add("--anchors", type=int, default=64, metavar="N", help="blocks drawn from an answer (64)")
-    add("--learning-rate", type=float, default=1e-3, help="peak learning rate (0.001)")
+    add("--learning-rate", type=float, default=5e-3, help="peak learning rate (0.005)")
     add("--gamma", type=float, default=4.0, help="decay of the loss with depth: 4 for blocks of 8, 7 for 16 (4)")
     add("--soft-weight", type=float, default=0.7, help="share of the target's distribution in the labels (0.7)")
     add("--feature-cache-gb", type=float, default=8.0, help="memory per worker for the target's features (8)")

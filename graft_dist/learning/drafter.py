@@ -58,7 +58,7 @@ class DrafterTraining:
     seed: int = 0
     sequences_per_step: int = 16
     anchors_per_sequence: int = 64
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-3
     """Peak rate: warm-up, then constant, then linear to zero over the last `decay_fraction` of the steps."""
     warmup_steps: int = 50
     decay_fraction: float = 0.5
