@@ -455,7 +455,8 @@ def checkpoint_folder(spec: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(spec, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise DrafterError(f"drafter {spec!r} could not be fetched from the Hugging Face hub: {error}") from error
+        reason = " ".join(str(error).split())
+        raise DrafterError(f"drafter {spec!r} could not be fetched from the Hugging Face hub: {reason}") from error
 
 
 def load_drafter(folder: Path, target: Target) -> DFlashDrafter:

@@ -89,6 +89,10 @@ def run(request: DrafterRequest) -> int:
     Raises a `GraftError` before any work when the request cannot be carried out.
     """
     by_id = _prompts_by_id(request.prompts)
+    try:
+        request.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder of the run {request.out} cannot be made ({error.strerror})") from error
     for temperature in request.temperatures:
         say(f"answers at temperature {temperature:g}")
         with signals_given_back():

@@ -99,6 +99,7 @@ def test_two_workers_train_what_one_trains(config_file: Path, prompts_file: Path
         (["--sequences-per-step", "12"], "sequences-per-step is 12"),
         (["--slots", "0"], "slots is 0"),
         (["--prompts", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
+        (["--out", "/dev/null/run"], "the folder of the run /dev/null/run cannot be made (Not a directory)"),
         (["--config", "/no/such/target.yaml"], "/no/such/target.yaml"),
     ],
 )
