@@ -347,7 +347,8 @@ class TrajectoryStore:
             )
         except (DeltaError, OSError) as error:
             if not DeltaTable.is_deltatable(str(self.path / table)):  # else another driver was faster
-                raise StoreError(f"no trajectory store can be made at {self.path}: {error}.") from error
+                reason = " ".join(str(error).split())
+                raise StoreError(f"no trajectory store can be made at {self.path}: {reason}.") from error
 
     def _register(self, target: str, dataset: dict[str, str]) -> None:
         key = f"graft.dataset.{target}"

@@ -369,8 +369,9 @@ def test_a_store_that_is_not_there_is_an_empty_snapshot(tmp_path):
 
 def test_a_place_where_nothing_can_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StoreError, match=r"no trajectory store can be made at .*/file/store"):
+    with pytest.raises(StoreError, match=r"no trajectory store can be made at .*/file/store") as caught:
         TrajectoryStore(tmp_path / "file" / "store").begin("run", "tiny", DATASET)
+    assert "\n" not in str(caught.value)
 
 
 def test_drivers_that_begin_at_once_find_one_store(tmp_path):
