@@ -97,7 +97,6 @@ def _disagreeing(raw: list[Row], outputs: dict[tuple[str, str, int], Row]) -> li
         key_of(row)
         for row in raw
         if key_of(row) not in outputs
-        or len(outputs[key_of(row)]["output_token_ids"]) != row["num_output_tokens"]
         or len(outputs[key_of(row)]["acceptance_lengths"]) != row["num_rounds"]
         or sum(outputs[key_of(row)]["acceptance_lengths"]) != row["num_output_tokens"] - 1
     ]

@@ -10,6 +10,8 @@ comes from the prefill, so a row decoded `num_output_tokens - 1` tokens in `deco
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -82,7 +84,7 @@ class OutputRow:
     prompt_id: str
     method: str
     budget: int
-    output_token_ids: list[int]
+    output_sha256: str  # of the answer's token ids; not the ids, which may quote the prompt
     acceptance_lengths: list[int]
     num_drafted: int
 
@@ -203,7 +205,7 @@ def to_measurement(arm: Arm, answer: Answer) -> Measurement:
         prompt_id=answer.request.prompt_id,
         method=arm.method,
         budget=arm.budget,
-        output_token_ids=answer.token_ids,
+        output_sha256=hashlib.sha256(json.dumps(answer.token_ids).encode()).hexdigest(),
         acceptance_lengths=answer.acceptance_lengths,
         num_drafted=answer.num_drafted,
     )
@@ -280,11 +282,11 @@ def bootstrap_interval(plain: FloatArray, own: FloatArray, coverage: float = 0.9
 
 def count_differing(outputs: Sequence[OutputRow]) -> dict[Arm, int]:
     """For each arm, on how many prompts its tokens are not plain decoding's (possible in bfloat16, at near ties)."""
-    plain = {row.prompt_id: row.output_token_ids for row in outputs if row.method == BASELINE}
+    plain = {row.prompt_id: row.output_sha256 for row in outputs if row.method == BASELINE}
     counts: dict[Arm, int] = {}
     for row in outputs:
         arm = Arm(row.method, row.budget)
-        counts[arm] = counts.get(arm, 0) + (row.output_token_ids != plain.get(row.prompt_id))
+        counts[arm] = counts.get(arm, 0) + (row.output_sha256 != plain.get(row.prompt_id))
     return counts
 
 

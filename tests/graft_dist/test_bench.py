@@ -33,7 +33,7 @@ def raw_row(prompt_id: str, method: str, budget: int, decode_s: float, num_outpu
 
 def output_row(row: RawRow, num_drafted: int = 0, tokens: list[int] | None = None) -> OutputRow:
     tokens = list(range(row.num_output_tokens)) if tokens is None else tokens
-    return OutputRow(row.prompt_id, row.method, row.budget, tokens, [1] * row.num_rounds, num_drafted)
+    return OutputRow(row.prompt_id, row.method, row.budget, str(tokens), [1] * row.num_rounds, num_drafted)
 
 
 def test_arms_put_the_baseline_first_and_give_each_budget_its_own_arm() -> None:

@@ -231,7 +231,7 @@ def test_bench_writes_rows_summary_tables_and_provenance(
     outputs = read_lines(tmp_path / "outputs.jsonl")
     by_prompt: dict[str, set[str]] = {}
     for row in outputs:
-        by_prompt.setdefault(row["prompt_id"], set()).add(str(row["output_token_ids"]))
+        by_prompt.setdefault(row["prompt_id"], set()).add(row["output_sha256"])
     assert all(len(texts) == 1 for texts in by_prompt.values())  # float32: all arms said the same
     assert "| ddtree | 8 | all |" in (tmp_path / "summary.md").read_text()
     run = json.loads((tmp_path / "run.json").read_text())
