@@ -12,6 +12,17 @@ UNDRAFTED_METHODS = ("plain",)
 """Methods that need no drafter."""
 
 
+def load_target(config: TargetConfig) -> Target:
+    """Load the target alone. Raises `TargetError` with one sentence."""
+    return Target.load(
+        config.target,
+        revision=config.revision,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
 def load_decoder(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDrafter | None]:
     """Load the target, and its drafter when one of `methods` drafts; without `methods` both are loaded.
 
@@ -21,13 +32,7 @@ def load_decoder(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDra
     if drafts:
         # A missing drafter is said before the target takes its time to load.
         checkpoint_folder(config.drafter, config.drafter_revision)
-    target = Target.load(
-        config.target,
-        revision=config.revision,
-        dtype=config.dtype,
-        device=config.device,
-        trust_remote_code=config.trust_remote_code,
-    )
+    target = load_target(config)
     if not drafts:
         return target, None
     return target, DFlashDrafter.load(config.drafter, target, revision=config.drafter_revision)
@@ -45,9 +50,15 @@ def new_engine(
     policy: DecodingPolicy,
     *,
     max_slots: int | None = None,
+    max_budget: int | None = None,
     record: bool = False,
+    detokenize: bool = True,
 ) -> Engine:
-    """An engine with the configuration's limits; `max_slots` overrides the configured number."""
+    """An engine with the configuration's limits.
+
+    `max_slots` overrides the configured number, and `max_budget`, the largest budget that any policy of this engine
+    will have, the configuration's largest.
+    """
     limit_bytes = None if config.memory_limit_gb is None else int(config.memory_limit_gb * 1e9)
     return Engine(
         target,
@@ -56,5 +67,7 @@ def new_engine(
         max_slots=max_slots or config.max_slots,
         max_length=min(config.max_length, target.max_position_embeddings),
         memory_limit_bytes=limit_bytes,
+        max_budget=max(config.budget, *config.budgets) if max_budget is None else max_budget,
         record=record,
+        detokenize=detokenize,
     )

@@ -35,13 +35,10 @@ from graft_dist.rounds import Float32Array, Int32Array, RoundRecord
 from graft_dist.sampling import SamplingParams, TokenChooser, Verdict, accept
 from graft_dist.target import Target, TargetOutput, greedy_tokens, tree_mask
 
-__all__ = ["MAX_NODES", "SCRATCH_ROWS", "Drafter", "Engine", "Proposal", "SequenceEvent"]
+__all__ = ["MAX_NODES", "Drafter", "Engine", "Proposal", "SequenceEvent"]
 
 MAX_NODES = 4096
 """Most nodes a tree can have, whatever the policy asks for."""
-
-SCRATCH_ROWS = 128
-"""Cache rows per slot set aside for a tree under a memory limit, which also bounds the tree."""
 
 _PENDING_ROWS = 256  # feature rows a slot may keep for the drafter before they are moved into its cache
 _PADDING_ROWS = 64  # padding rows of one drafting call beyond which long slots are brought up to date first
@@ -139,6 +136,8 @@ class Engine:
         max_length: prompt and output tokens of a sequence, at most (default: the target's own limit).
         memory_limit_bytes: bounds both caches; sequences wait until they fit, one that never fits is refused. Growing
             a cache needs its old memory beside the new for a moment, which is not counted.
+        max_budget: under a memory limit, the most draft nodes that a round may verify for a slot: so many rows (and
+            one for the root) are counted for each. Larger budgets are refused, a drafter's own depth always fits.
         prefill_chunk: prompt tokens read per step, at most, so that a long prompt does not stall the others.
         record: attach a `RoundRecord` to each round's event.
         detokenize: give text with the events (sequences with stop strings are always detokenized).
@@ -153,6 +152,7 @@ class Engine:
         max_slots: int = 8,
         max_length: int | None = None,
         memory_limit_bytes: int | None = None,
+        max_budget: int = 127,
         prefill_chunk: int = 256,
         record: bool = False,
         detokenize: bool = True,
@@ -168,6 +168,7 @@ class Engine:
                 f"max_length must be between 2 and the target's {target.max_position_embeddings}, not {max_length}"
             )
         self.memory_limit_bytes = memory_limit_bytes
+        self._max_budget = max(max_budget, 0 if drafter is None else drafter.draft_depth)
         self.record = record
         self.detokenize = detokenize and target.tokenizer is not None
         self._tap_layers = tuple(drafter.target_layer_ids) if drafter is not None else ()
@@ -291,7 +292,7 @@ class Engine:
             cache.limit_bytes = self.memory_limit_bytes * cache.bytes_per_token // total
 
     def _rows_needed(self, sequences: Sequence[ActiveSequence]) -> int:
-        return max(sequence.limit for sequence in sequences) + SCRATCH_ROWS
+        return max(sequence.limit for sequence in sequences) + self._max_budget + 1
 
     def _bytes_needed(self, sequences: Sequence[ActiveSequence]) -> int:
         caches = [cache for cache in (self._cache, self._drafter_cache) if cache is not None]
@@ -378,7 +379,10 @@ class Engine:
     # ---- draft
 
     def _draft(self, batch: list[ActiveSequence]) -> _Draft:
-        """Ask the policy whom to draft for, and the drafter, once, for all slots if for any."""
+        """Ask the policy whom to draft for, and the drafter, once, for all slots if for any.
+
+        Raises `PolicyError` when the policy drafts without a drafter, or more than the memory limit leaves room for.
+        """
         states = [self._state(slot, sequence) for slot, sequence in enumerate(batch)]
         limits = self.policy.budget.limits(states)
         if not any(limits):
@@ -386,6 +390,11 @@ class Engine:
             return _Draft(limits, states, None)
         if self.drafter is None or self._drafter_cache is None:
             raise PolicyError(f"policy {self.policy.name!r} drafts, but the engine has no drafter")
+        if self.memory_limit_bytes is not None and max(limits) > self._max_budget:
+            raise PolicyError(
+                f"policy {self.policy.name!r} has a budget of {max(limits)}, but under its memory limit the engine was "
+                f"made for budgets up to {self._max_budget}"
+            )
         self._catch_up(batch)
         counts = [sequence.num_pending for sequence in batch]
         features = pad_sequence([sequence.pending() for sequence in batch], batch_first=True)
@@ -404,7 +413,7 @@ class Engine:
             degen=0.0,
             hist=acceptance_history(sequence.acceptance_lengths),
             context_length=self._cache.lengths[slot],
-            max_budget=self._max_budget(sequence),
+            max_budget=self._room(sequence),
             sequence_key=sequence.key,
             round_index=sequence.num_rounds,
         )
@@ -416,12 +425,12 @@ class Engine:
             depth = min(depth, self.policy.max_depth)
         return min(depth, sequence.room - 1)
 
-    def _max_budget(self, sequence: ActiveSequence) -> int:
-        most = MAX_NODES if self.memory_limit_bytes is None else SCRATCH_ROWS - 1
+    def _room(self, sequence: ActiveSequence) -> int:
+        """Nodes that a tree can have. The memory limit does not count: what it cannot hold is refused, not cut."""
         if self.drafter is None:
-            return most  # a policy that drafts must be refused, not silenced
+            return MAX_NODES  # a policy that drafts must be refused, not silenced
         depth = self._max_depth(sequence)
-        return min(depth, most) if self.policy.num_candidates == 1 or depth == 0 else most
+        return min(depth, MAX_NODES) if self.policy.num_candidates == 1 or depth == 0 else MAX_NODES
 
     def _catch_up(self, batch: list[ActiveSequence]) -> None:
         """Move long pending contexts, all but the last row, into the drafter's cache where padding would be a waste."""

@@ -36,7 +36,8 @@ def run_audit(
     target, drafter = load_decoder(config, *methods)
     arms = expand_arms(methods, budgets, drafter.draft_depth if drafter else 0)
     policies = [policy_of(arm, config.num_candidates) for arm in arms]
-    engine = new_engine(config, target, drafter, policies[0], max_slots=slots)
+    max_budget = max(arm.budget for arm in arms)
+    engine = new_engine(config, target, drafter, policies[0], max_slots=slots, max_budget=max_budget)
     requests, failed = to_requests(prompts, target.tokenizer, config)
     limits = {
         request.prompt_id: min(params.max_new_tokens, engine.max_length - len(request.token_ids))

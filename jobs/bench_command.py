@@ -88,7 +88,7 @@ def _make_decoder(
 
     Plain decoding has an engine without a drafter, so that the baseline does not pay for taps that nobody reads.
     """
-    engine = new_engine(config, target, drafter, plain(), max_slots=1)
+    engine = new_engine(config, target, drafter, plain(), max_slots=1, max_budget=max(arm.budget for arm in arms))
     plain_engine = new_engine(config, target, None, plain(), max_slots=1)
     policies = {arm: policy_of(arm, config.num_candidates) for arm in arms if arm.method != TRANSFORMERS}
     is_asked = any(arm.method == TRANSFORMERS for arm in arms)

@@ -132,6 +132,8 @@ def generate(
     from graft_dist.policy import policy_for
 
     policy = policy_for(method, budget=_budget(method, budget, settings), num_candidates=settings.num_candidates)
+    if budget is not None:
+        settings = settings.model_copy(update={"budget": budget})  # the engine makes room for the configured budgets
     params = _sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

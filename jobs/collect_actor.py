@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from graft_dist.decoder import load_decoder
+from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.dense import dense_rounds
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
@@ -102,13 +102,13 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
         0 if drafter is None else drafter.draft_depth,
     )
     make_engine = partial(
-        Engine,
+        new_engine,
+        config,
         target,
         None if spec.method == "plain" else drafter,
         spec.policy(),
         max_slots=plan.num_slots,
-        max_length=min(config.max_length, target.max_position_embeddings),
-        memory_limit_bytes=None if config.memory_limit_gb is None else int(config.memory_limit_gb * 1e9),
+        max_budget=spec.max_budget,
         record=plan.store is not None and spec.records_rounds,
         detokenize=False,
     )

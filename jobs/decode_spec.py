@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graft_dist.config import TargetConfig
+from graft_dist.engine import MAX_NODES
 from graft_dist.errors import ConfigError
 from graft_dist.policy import METHODS, DecodingPolicy, exploring, policy_for
 from graft_dist.sampling import SamplingParams
@@ -42,8 +43,10 @@ class DecodeSpec:
         if self.budgets and self.method != "ddtree":
             raise ConfigError(f"budgets are explored with method ddtree only, not with {self.method!r}")
         for budget in (self.budget or 0, *self.budgets):
-            if budget < 0:
-                raise ConfigError(f"budget is {budget}; it must be at least 0, which means not to draft")
+            if not 0 <= budget <= MAX_NODES:
+                raise ConfigError(
+                    f"budget is {budget}; it must be between 0, which means not to draft, and {MAX_NODES}"
+                )
         if self.num_samples < 1:
             raise ConfigError(f"num-samples is {self.num_samples}; it must be at least 1")
         if self.num_samples > 1 and self.sampling.is_greedy:
@@ -53,6 +56,11 @@ class DecodeSpec:
     def num_candidates(self) -> int:
         """K as recorded in decoded rounds: a chain keeps the best candidate of each depth."""
         return 1 if self.method == "chain" else self.config.num_candidates
+
+    @property
+    def max_budget(self) -> int:
+        """The largest budget that a round can have; 0 where the drafter's depth alone decides."""
+        return max(self.budget or 0, *self.budgets, 0)
 
     def policy(self) -> DecodingPolicy:
         """The decoding policy itself; raises `PolicyError` when the parts contradict each other."""

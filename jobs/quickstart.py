@@ -132,7 +132,8 @@ def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
     policies = {"plain decoding": plain(), f"draft trees of {budget} nodes": ddtree(budget, config.num_candidates)}
     answers: list[Answer] = []
     for name, policy in policies.items():
-        engine = new_engine(config, target, None if policy.name == "plain" else drafter, policy, max_slots=1)
+        used = None if policy.name == "plain" else drafter
+        engine = new_engine(config, target, used, policy, max_slots=1, max_budget=budget)
         # The first rounds compile the tree builder and touch new memory: neither belongs into the comparison.
         list(answer_all(engine, [request], SamplingParams(max_new_tokens=8)))
         _title(f"{LIVE_PROMPT.turns[0]}  [{name}]")

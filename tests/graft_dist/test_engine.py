@@ -14,7 +14,7 @@ from graft_dist.draft_tree import DraftTree
 from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.engine import Engine, SequenceEvent
 from graft_dist.errors import PolicyError, TargetError
-from graft_dist.policy import DecodingPolicy, ddtree, plain
+from graft_dist.policy import DecodingPolicy, chain, ddtree, plain
 from graft_dist.sampling import SamplingParams, TokenChooser, token_logprobs
 from graft_dist.target import Target
 from tests.conftest import FakeDrafter
@@ -371,6 +371,32 @@ def test_memory_limit(with_drafter: bool, tiny_llama: Target, answers: list[list
         most = max(most, engine.num_live)
     assert most == 2
     assert [tokens_of(events[i]) for i in ids] == answers
+
+
+def test_a_memory_limit_sets_rows_aside_for_the_largest_budget(
+    tiny_llama: Target, answers: list[list[int]], drafter: FakeDrafter
+) -> None:
+    row = tiny_llama.new_cache(1, 1).bytes_per_token + drafter.new_cache(1, 1).bytes_per_token
+    limit = (44 + 201) * row
+    engine = Engine(
+        tiny_llama, drafter, ddtree(200, 8), max_slots=1, memory_limit_bytes=limit, max_budget=200, record=True
+    )
+    events = run_one(engine, PROMPTS[0], LONG)
+    assert tokens_of(events) == answers[0]
+    assert max(event.round.budget for event in events if event.round is not None) == 200, "not cut"
+    with pytest.raises(ValueError, match=f"the limit is {limit}"):
+        engine.add([*PROMPTS[0], 5], LONG)
+    engine.policy = ddtree(201, 8)
+    engine.add(PROMPTS[0], LONG)
+    with pytest.raises(PolicyError, match=r"'ddtree' has a budget of 201, but .* made for budgets up to 200"):
+        engine.step()
+
+
+def test_a_chain_fits_whatever_budget_the_memory_limit_was_made_for(
+    tiny_llama: Target, answers: list[list[int]], drafter: FakeDrafter
+) -> None:
+    engine = Engine(tiny_llama, drafter, chain(), memory_limit_bytes=1 << 30, max_budget=0)
+    assert tokens_of(run_one(engine, PROMPTS[0], LONG)) == answers[0]
 
 
 @dataclass(frozen=True)

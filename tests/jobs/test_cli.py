@@ -152,6 +152,16 @@ def test_generate_prints_the_same_text_with_every_method(project: Path, capsys: 
     assert len(set(texts)) == 1
 
 
+def test_budgets_of_the_command_line_fit_under_a_memory_limit(project: Path, tmp_path: Path) -> None:
+    config = json.loads((project / "tiny.yaml").read_text()) | {"memory_limit_gb": 0.01, "budget": 2}
+    (tmp_path / "limited.yaml").write_text(json.dumps(config))
+    fixed = ["--config", f"{tmp_path}/limited.yaml", "--max-new-tokens", "4"]
+    assert cli.run(["generate", *fixed, "--prompt", "add", "--method", "ddtree", "--budget", "30"]) == 0
+    listed = ["--prompts", f"{project}/prompts.jsonl", "--limit", "1", "--budgets", "30"]
+    assert cli.run(["audit", *fixed, *listed]) == 0
+    assert cli.run(["bench", *fixed, *listed, "--out", f"{tmp_path}/bench"]) == 0
+
+
 def test_generate_writes_rows_in_prompt_order_and_reports_what_failed(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
