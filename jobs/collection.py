@@ -46,15 +46,19 @@ def say(line: str) -> None:
 def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: None) -> int:
     """Collect, and return the exit code: see `Ending`. `failpoint` is for tests that kill the process at named points.
 
-    Raises a `GraftError` when the run cannot start: nothing was decoded then.
+    Raises a `GraftError` when the run cannot start: nothing was decoded then. Afterwards SIGINT and SIGTERM do what
+    they did before.
 
     """
     prompts = _read(request)
     store = None if request.store is None else TrajectoryStore(request.store)
+    if store is not None:
+        store.prepare()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     cluster = connect(request.address)
-    say(cluster.message + (f", as job {job_id()}" if job_id() else ""))
     pool = None
     try:
+        say(cluster.message + (f", as job {job_id()}" if job_id() else ""))
         stop = StopSignal()  # after ray.init, which sets a handler of its own
         check_fits(cluster.resources, request.pool.num_actors, request.pool.num_cpus, request.pool.num_gpus)
         pool = RayPool(_actor_plan(request, store), request.pool)
@@ -67,6 +71,8 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
             pool.close()
         if cluster.is_local:
             ray.shutdown()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _read(request: CollectRequest) -> list[Prompt | BadPrompt]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 
 from graft_dist.config import TargetConfig
+from graft_dist.decoder import load_target
 from graft_dist.drafter import DrafterConfig
 from graft_dist.errors import ConfigError, DrafterError
 from graft_dist.learning.drafter import LANES, Answer, DrafterScore, DrafterTrainer, DrafterTraining
@@ -95,8 +94,7 @@ def run(request: DrafterRequest) -> int:
         raise ConfigError(f"the folder of the run {request.out} cannot be made ({error.strerror})") from error
     for temperature in request.temperatures:
         say(f"answers at temperature {temperature:g}")
-        with signals_given_back():
-            code = collect(_answers_request(request, temperature))
+        code = collect(_answers_request(request, temperature))
         if code not in (Ending.COMPLETE.value, Ending.PARTIAL.value):
             return code
     training, held_out = read_answers(request.store, request.config.slug, by_id)
@@ -109,17 +107,6 @@ def run(request: DrafterRequest) -> int:
     score = train(request, training, held_out)
     say(f"done in {(time.monotonic() - started) / 3600:.2f} h: {score}; checkpoint in {request.out / 'drafter'}")
     return 0
-
-
-@contextmanager
-def signals_given_back() -> Iterator[None]:
-    """Afterwards SIGINT and SIGTERM do what they did before: a collection takes them, to stop in good order."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _prompts_by_id(paths: Sequence[str]) -> dict[str, Prompt]:
@@ -241,14 +228,7 @@ def train_on_worker(plan: dict[str, Any]) -> DrafterScore | None:
     """One worker's share of the training; the first worker prints the progress."""
     request: DrafterRequest = plan["request"]
     torch.set_num_threads(request.threads_per_worker)
-    config = request.config
-    target = Target.load(
-        config.target,
-        revision=config.revision,
-        dtype=config.dtype,
-        device=config.device,
-        trust_remote_code=config.trust_remote_code,
-    )
+    target = load_target(request.config)
     trainer = DrafterTrainer(
         target,
         drafter_config(request.shape, target),

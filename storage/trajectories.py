@@ -201,6 +201,15 @@ class TrajectoryStore:
 
     # --------------------------------------------------------------- committing
 
+    def prepare(self) -> None:
+        """Create or upgrade the tables. `begin` does so too; this is for finding out early whether it can be done.
+
+        Raises:
+            StoreError: if no store can be made here, or it was written by a newer version.
+        """
+        for table in self._schemas:
+            self._create_or_upgrade(table)
+
     def begin(self, run_id: str, target: str, dataset: Mapping[str, str]) -> int:
         """Prepare the store for a run's commits: create or upgrade its tables, and check that the run belongs here.
 
@@ -219,8 +228,7 @@ class TrajectoryStore:
         """
         _check_name("run id", run_id)
         _check_name("target", target)
-        for table in self._schemas:
-            self._create_or_upgrade(table)
+        self.prepare()
         self._register(target, dict(dataset))
         return 1 + max(self._log(table).transaction_version(run_id) or 0 for table in self._schemas)
 
