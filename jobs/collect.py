@@ -23,6 +23,7 @@ from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.policy import METHODS
 from graft_dist.sampling import SamplingParams
+from jobs.arguments import count, job_parser, list_of, whole_number
 from jobs.cluster import job_id
 from jobs.collection import CollectRequest, run
 from jobs.decode_spec import DecodeSpec
@@ -105,58 +106,39 @@ def _store(out: str | None) -> str:
     return out
 
 
-def _budgets(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of budgets such as 0,4,8,16") from None
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is below 1")
-    return number
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="collect.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = job_parser("collect.py", __doc__)
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="the target's YAML file, or the name of a shipped one")
-    add("--prompts", required=True, nargs="+", metavar="FILE", help="JSONL files of prompts")
     add("--out", metavar="URI", help="root of the trajectory store; an absolute path or file:// in a submitted job")
     add("--no-write", action="store_true", help="decode without recording, to measure what recording costs")
-    add("--actors", type=_count, metavar="N", help="number of actors (default: the configuration's)")
-    add("--slots", type=_count, metavar="S", help="sequences that an actor decodes together (default: max_slots)")
+    add("--actors", type=count, metavar="N", help="number of actors (default: the configuration's)")
+    add("--slots", type=count, metavar="S", help="sequences that an actor decodes together (default: max_slots)")
     add("--method", choices=METHODS, default="ddtree", help="how rounds draft (default: ddtree)")
-    add(
-        "--budget", type=int, metavar="B", help="draft nodes per round (default: the configuration's); chain: its depth"
-    )
-    add("--explore", type=_budgets, default=(), metavar="B,B,...", help="draw each round's budget from this list")
+    nodes = "draft nodes per round (default: the configuration's); chain: its depth"
+    add("--budget", type=whole_number, metavar="B", help=nodes)
+    budgets = list_of(int, "budgets such as 0,4,8,16")
+    add("--explore", type=budgets, default=(), metavar="B,B,...", help="draw each round's budget from this list")
     add("--dense", action="store_true", help="also record the drafter and the target at every position")
     _add_sampling(parser)
-    add("--limit", type=_count, metavar="N", help="only the first N prompts")
-    add("--unit-size", type=_count, default=16, metavar="N", help="sequences decoded and committed together (16)")
-    add("--commit-units", type=_count, default=8, metavar="N", help="commit when so many units are finished (8)")
+    add("--limit", type=count, metavar="N", help="only the first N prompts")
+    add("--unit-size", type=count, default=16, metavar="N", help="sequences decoded and committed together (16)")
+    add("--commit-units", type=count, default=8, metavar="N", help="commit when so many units are finished (8)")
     add("--commit-interval", type=float, default=30.0, metavar="S", help="or after so many seconds (30)")
-    add("--max-attempts", type=_count, default=3, metavar="N", help="tries of a unit before it is set aside (3)")
+    add("--max-attempts", type=count, default=3, metavar="N", help="tries of a unit before it is set aside (3)")
     add("--progress-interval", type=float, default=10.0, metavar="S", help="seconds between progress lines (10)")
-    add("--address", help='of the Ray cluster (default: RAY_ADDRESS, else one that runs here); "local" starts one')
     add("--dtype", choices=("float32", "bfloat16"), help="of both models' weights (default: the configuration's)")
     return parser
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--max-new-tokens", type=_count, default=128, metavar="N", help="longest answer (128)")
+    add("--max-new-tokens", type=count, default=128, metavar="N", help="longest answer (128)")
     add("--temperature", type=float, default=0.0, help="0 is greedy (0)")
     add("--top-p", type=float, default=1.0, help="1 turns it off (1)")
-    add("--top-k", type=int, default=0, help="0 turns it off (0)")
+    add("--top-k", type=whole_number, default=0, help="0 turns it off (0)")
     add("--min-p", type=float, default=0.0, help="0 turns it off (0)")
-    add("--seed", type=int, default=0, help="of sampling and of exploration (0)")
-    add("--num-samples", type=_count, default=1, metavar="N", help="answers per prompt, with distinct seeds (1)")
+    add("--seed", type=whole_number, default=0, help="of sampling and of exploration (0)")
+    add("--num-samples", type=count, default=1, metavar="N", help="answers per prompt, with distinct seeds (1)")
 
 
 if __name__ == "__main__":

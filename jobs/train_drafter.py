@@ -23,6 +23,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.learning.drafter import DrafterTraining
+from jobs.arguments import count, job_parser, list_of, whole_number
 from jobs.cluster import job_id
 from jobs.drafter_training import DrafterRequest, DrafterShape, run
 
@@ -83,49 +84,37 @@ def request_from(options: argparse.Namespace) -> DrafterRequest:
     )
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,0.7") from None
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 1,10,19,28") from None
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train_drafter.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = job_parser("train_drafter.py", __doc__)
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="the target's YAML file, or the name of a shipped one")
-    add("--prompts", required=True, nargs="+", metavar="FILE", help="JSONL files of prompts")
+    numbers, layers = list_of(float, "numbers such as 0,0.7"), list_of(int, "layers such as 1,10,19,28")
     add("--store", required=True, metavar="URI", help="trajectory store that holds the answers")
     add("--out", required=True, metavar="DIR", help="folder of the run: checkpoints, log, and drafter/")
-    add("--temperatures", type=_numbers, default=(0.0,), metavar="T,T", help="an answer per prompt at each (0)")
-    add("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
-    add("--slots", type=int, default=32, metavar="S", help="answers that an actor decodes together (32)")
-    add("--taps", type=_layers, required=True, metavar="L,L", help="layers of the target whose output the drafter sees")
-    add("--mask-token", type=int, required=True, metavar="ID", help="a token id of the target that no text contains")
-    add("--layers", type=int, default=2, metavar="N", help="layers of the drafter (2)")
-    add("--block-size", type=int, default=8, metavar="N", help="draft depth + 1 (8)")
-    add("--steps", type=int, required=True, metavar="N", help="optimizer steps of the whole run")
-    add("--sequences-per-step", type=int, default=16, metavar="N", help="answers in a step (16)")
-    add("--anchors", type=int, default=64, metavar="N", help="blocks drawn from an answer (64)")
+    add("--temperatures", type=numbers, default=(0.0,), metavar="T,T", help="an answer per prompt at each (0)")
+    add("--max-new-tokens", type=count, default=256, metavar="N", help="longest answer (256)")
+    add("--slots", type=whole_number, default=32, metavar="S", help="answers that an actor decodes together (32)")
+    add("--taps", type=layers, required=True, metavar="L,L", help="layers of the target whose output the drafter sees")
+    add(
+        "--mask-token",
+        type=whole_number,
+        required=True,
+        metavar="ID",
+        help="a token id of the target that no text contains",
+    )
+    add("--layers", type=whole_number, default=2, metavar="N", help="layers of the drafter (2)")
+    add("--block-size", type=whole_number, default=8, metavar="N", help="draft depth + 1 (8)")
+    add("--steps", type=whole_number, required=True, metavar="N", help="optimizer steps of the whole run")
+    add("--sequences-per-step", type=whole_number, default=16, metavar="N", help="answers in a step (16)")
+    add("--anchors", type=whole_number, default=64, metavar="N", help="blocks drawn from an answer (64)")
     add("--learning-rate", type=float, default=5e-3, help="peak learning rate (0.005)")
     add("--gamma", type=float, default=4.0, help="decay of the loss with depth: 4 for blocks of 8, 7 for 16 (4)")
     add("--soft-weight", type=float, default=0.7, help="share of the target's distribution in the labels (0.7)")
     add("--feature-cache-gb", type=float, default=8.0, help="memory per worker for the target's features (8)")
-    add("--evaluate-every", type=int, default=100, metavar="N", help="steps between scores (100)")
-    add("--checkpoint-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
-    add("--workers", type=int, default=1, metavar="N", help="training workers: 1, 2, 4 or 8 (1)")
-    add("--threads", type=int, default=1, metavar="N", help="CPU threads of each worker (1)")
-    add("--seed", type=int, default=0, help="of sampling, initialisation and data order (0)")
-    add("--address", help='of the Ray cluster (default: RAY_ADDRESS, else one that runs here); "local" starts one')
+    add("--evaluate-every", type=count, default=100, metavar="N", help="steps between scores (100)")
+    add("--checkpoint-every", type=count, default=100, metavar="N", help="steps between checkpoints (100)")
+    add("--workers", type=whole_number, default=1, metavar="N", help="training workers: 1, 2, 4 or 8 (1)")
+    add("--threads", type=whole_number, default=1, metavar="N", help="CPU threads of each worker (1)")
+    add("--seed", type=whole_number, default=0, help="of sampling, initialisation and data order (0)")
     return parser
 
 

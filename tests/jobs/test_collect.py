@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 
 from graft_dist.config import TargetConfig
 from graft_dist.errors import ConfigError, StoreError
-from graft_dist.prompts import Prompt
+from graft_dist.prompts import Prompt, starter_prompts_path
 from graft_dist.sampling import SamplingParams
 from jobs import collect
-from jobs.cluster import check_fits, job_id
-from jobs.collection import CollectRequest
+from jobs.cluster import Cluster, check_fits, job_id
+from jobs.collection import CollectRequest, run
 from jobs.decode_spec import DecodeSpec
 from jobs.estimate import check_room, estimate
 from jobs.quickstart import follow
@@ -98,6 +99,9 @@ def test_a_submitted_job_needs_an_absolute_store(monkeypatch: pytest.MonkeyPatch
             ["--config", "smollm2-135m", "--prompts", "a", "--out", "s", "--method", "plain", "--explore", "0"],
             "ddtree only",
         ),
+        (["--config", "smollm2-135m", "--prompts", "a", "--out", "s", "--budget", "4097"], "budget is 4097"),
+        (["--config", "smollm2-135m", "--prompts", "a", "--out", "s", "--explore", "4,5000"], "budget is 5000"),
+        (["--config", "smollm2-135m", "--prompts", str(starter_prompts_path()), "--out", "/dev/null/s"], "/dev/null/s"),
     ],
 )
 def test_what_cannot_work_is_one_sentence_and_exit_code_2(
@@ -107,11 +111,45 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_2(
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--method", "magic"], ["--actors", "0"], ["--explore", "a,b"], ["--unknown"]])
-def test_unknown_arguments_end_with_exit_code_2(arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--method", "magic"], "invalid choice: 'magic'"),
+        (["--actors", "0"], "0 is below 1"),
+        (["--actors", "x"], "'x' is not a whole number"),
+        (["--budget", "x"], "'x' is not a whole number"),
+        (["--explore", "a,b"], "'a,b' is not a list of budgets such as 0,4,8,16"),
+        (["--unknown"], "unrecognized arguments: --unknown"),
+    ],
+)
+def test_unknown_arguments_end_with_exit_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         parse("--out", "s", *arguments)
     assert ended.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_signals_are_given_back_after_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def connect(address: str | None) -> Cluster:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray takes it
+        return Cluster(is_local=False, message="connected", resources={})
+
+    monkeypatch.setattr("jobs.collection.connect", connect)
+    request = replace(parse("--no-write"), prompts=(str(starter_prompts_path()),))
+    with pytest.raises(ConfigError, match="the cluster has 0"):
+        run(request)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_store_that_cannot_be_made_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.collection.connect", lambda address: pytest.fail("a cluster was started"))
+    request = replace(parse("--out", "/dev/null/s"), prompts=(str(starter_prompts_path()),))
+    with pytest.raises(StoreError, match="no trajectory store can be made at /dev/null/s"):
+        run(request)
 
 
 def test_a_job_that_does_not_fit_the_cluster_is_refused_with_both_numbers() -> None:

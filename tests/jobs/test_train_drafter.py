@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from graft_dist.config import TargetConfig
 from graft_dist.drafter import read_config
 from graft_dist.learning.drafter import Answer
 from graft_dist.prompts import is_held_out
-from jobs.collection import StopSignal
 from jobs.drafter_training import DrafterRequest, read_answers, train
 from jobs.drafter_training import _prompts_by_id as prompts_by_id
 from jobs.train_drafter import _parser, main, request_from
@@ -114,26 +112,6 @@ def test_what_cannot_work_is_one_sentence(
     assert main(arguments(config_file, prompts_file, tmp_path, *more)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_after_answering_an_interrupt_stops_the_training(
-    config_file: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handlers = [signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)]
-    found: list[object] = []
-
-    def collect_and_keep_the_signals(request: object) -> int:
-        StopSignal()
-        return 0
-
-    def no_answers(*arguments: object) -> tuple[list[Answer], list[Answer]]:
-        found.extend([signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)])
-        return [], []
-
-    monkeypatch.setattr("jobs.drafter_training.collect", collect_and_keep_the_signals)
-    monkeypatch.setattr("jobs.drafter_training.read_answers", no_answers)
-    assert main(arguments(config_file, prompts_file, tmp_path)) == 2
-    assert found == handlers
 
 
 def test_a_submitted_job_needs_absolute_folders(

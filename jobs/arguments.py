@@ -1,0 +1,49 @@
+"""Command-line arguments that the jobs share: their parser, and values whose mistakes are said in a plain sentence."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def job_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every job has."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="the target's YAML file, or the name of a shipped one")
+    add("--prompts", required=True, nargs="+", metavar="FILE", help="JSONL files of prompts")
+    add("--address", help='of the Ray cluster (default: RAY_ADDRESS, else one that runs here); "local" starts one')
+    return parser
+
+
+def whole_number(text: str) -> int:
+    """Any whole number, such as -3."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    number = whole_number(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def list_of(kind: Callable[[str], Value], what: str) -> Callable[[str], tuple[Value, ...]]:
+    """Values with commas between them; `what` is how the error names them, such as "budgets such as 0,4,8"."""
+
+    def read(text: str) -> tuple[Value, ...]:
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of {what}") from None
+
+    return read
