@@ -12,6 +12,7 @@ top tokens, G key/value heads, N query heads per key/value head, d head size, U 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -47,6 +48,15 @@ class Answer:
 
     prompt_token_ids: tuple[int, ...]
     output_token_ids: tuple[int, ...]
+
+
+def answers_sha256(answers: Sequence[Answer]) -> str:
+    """A hash of the answers' token ids, in their order."""
+    digest = hashlib.sha256()
+    for answer in answers:
+        prompt, output = answer.prompt_token_ids, answer.output_token_ids
+        digest.update(np.array([len(prompt), len(output), *prompt, *output], np.int64).tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -471,6 +481,7 @@ class DrafterTrainer:
             )
         self.target, self.config, self.training, self.folder = target, config, training, folder
         self.answers = usable
+        self._answers_sha256 = answers_sha256(usable)
         self.rank, self.num_workers = worker()
         if LANES % self.num_workers or training.sequences_per_step % min(LANES, len(usable)):
             raise DrafterError(
@@ -491,6 +502,8 @@ class DrafterTrainer:
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
         self._resume()
+        if self.rank == 0:
+            cut_log(folder / "log.jsonl", self.step)
 
     def run(self, report: Callable[[dict[str, Any]], None] = lambda row: None) -> DrafterScore | None:
         """Train to the last step, reporting progress rows; returns the final score (None without held-out answers)."""
@@ -579,7 +592,8 @@ class DrafterTrainer:
         """What must not change between a run and its resumption (the number of steps may: the schedule follows it)."""
         free = {"steps", "evaluate_every", "checkpoint_every", "feature_cache_bytes", "decay_fraction"}
         fixed = {name: value for name, value in asdict(self.training).items() if name not in free}
-        return {"config": self.config.to_json(), "training": fixed, "num_answers": len(self.answers)}
+        answers = {"num_answers": len(self.answers), "answers_sha256": self._answers_sha256}
+        return {"config": self.config.to_json(), "training": fixed, **answers}
 
     def _resume(self) -> None:
         path = self.folder / "state.json"
@@ -600,6 +614,26 @@ class DrafterTrainer:
                     states.setdefault(int(key), {})[entry] = tensor
             optimizer.load_state_dict({**optimizer.state_dict(), "state": states})
         self.step = state["step"]
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Keep the rows of a log up to `step`: a run that goes on from there writes the later ones again.
+
+    A row that a killed process left half written goes too. Written aside, then renamed.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["step"] <= step:
+            kept.append(line + "\n")
+    aside = path.with_name(path.name + ".writing")
+    aside.write_text("".join(kept))
+    aside.rename(path)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

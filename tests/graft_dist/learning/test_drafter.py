@@ -201,12 +201,12 @@ def test_the_schedule_warms_up_and_ends_at_zero() -> None:
     assert [learning_rate(step, training) for step in (0, 9, 50, 75, 100)] == [0.1, 1.0, 1.0, 0.5, 0.0]
 
 
-def small_run(target: Target, folder: Path, steps: int, **changes: Any) -> DrafterTrainer:
+def small_run(target: Target, folder: Path, steps: int, first_seed: int = 0, **changes: Any) -> DrafterTrainer:
     training = DrafterTraining(
         steps=steps, sequences_per_step=8, anchors_per_sequence=8, warmup_steps=2, learning_rate=3e-3,
         teacher_top_k=4, evaluate_every=2, checkpoint_every=2, **changes,
     )  # fmt: skip
-    answers = [greedy_answer(target, seed) for seed in range(16)]
+    answers = [greedy_answer(target, seed) for seed in range(first_seed, first_seed + 16)]
     return DrafterTrainer(target, config_for(target), training, answers[2:], answers[:2], folder)
 
 
@@ -248,6 +248,22 @@ def test_training_learns_and_another_recipe_is_refused(tiny_llama: Target, tmp_p
     assert before.chain_mat >= 1.0
     with pytest.raises(DrafterError, match="another recipe"):
         small_run(tiny_llama, tmp_path, 30, depth_gamma=7.0)
+
+
+def test_other_answers_are_refused_also_when_they_are_as_many(tiny_llama: Target, tmp_path: Path) -> None:
+    small_run(tiny_llama, tmp_path, 2).run()
+    with pytest.raises(DrafterError, match="other answers"):
+        small_run(tiny_llama, tmp_path, 4, first_seed=1)
+
+
+def test_a_resumed_run_writes_no_step_twice(tiny_llama: Target, tmp_path: Path) -> None:
+    small_run(tiny_llama, tmp_path, 2).run()
+    log = tmp_path / "log.jsonl"
+    row = json.loads(log.read_text())
+    # As a process leaves it that is killed behind its last checkpoint.
+    log.write_text(log.read_text() + json.dumps(row | {"step": 4}) + "\n" + json.dumps(row | {"step": 6})[:30])
+    small_run(tiny_llama, tmp_path, 4).run()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [2, 4]
 
 
 def test_features_beyond_the_cache_limit_are_computed_again(tiny_llama: Target, tmp_path: Path) -> None:
