@@ -33,6 +33,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+store_app = typer.Typer(help="Keep a trajectory store in order: compact, vacuum, export.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
+
 
 INTERRUPTED = 130
 """What Typer turns Ctrl-C into."""
@@ -68,6 +71,7 @@ class ReplayFormat(StrEnum):
     json = "json"
 
 
+Store = Annotated[str, typer.Option(help="Trajectory store: a folder or a file:// URI.")]
 Config = Annotated[str, typer.Option(help="Target to decode with: a YAML file, or a name that `graft targets` lists.")]
 PromptFile = Annotated[Path, typer.Option(help="JSONL file, one object a line: id, task, turns.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")]
@@ -241,7 +245,7 @@ def bench(
 
 @app.command()
 def replay(
-    store: Annotated[str, typer.Option(help="Trajectory store: a folder or a file:// URI.")],
+    store: Store,
     scorer: Annotated[str, typer.Option(help="What scores edges: marginal.")] = "marginal",
     policy: Annotated[
         str, typer.Option(help="What chooses budgets: fixed (one policy for each of --budgets).")
@@ -278,13 +282,47 @@ def replay(
 @app.command()
 def query(
     sql: Annotated[str, typer.Argument(help="SQL over the views sequences and rounds, or the name of a stored query.")],
-    store: Annotated[str, typer.Option(help="Trajectory store: a folder or a file:// URI.")],
+    store: Store,
     format: Annotated[TableFormat, typer.Option(help="How to print the answer.")] = TableFormat.table,
 ) -> None:
     """Ask a trajectory store a question in SQL, also while a job writes to it."""
     from storage.query import query as answer
 
     print(answer(store, sql, format.value))
+
+
+@store_app.command()
+def compact(
+    store: Store,
+    orphan_age_hours: Annotated[
+        float, typer.Option(min=0.0, help="Drop rounds that have had no sequences for so long.")
+    ] = 24.0,
+) -> None:
+    """Merge small files into few; also while a job writes to the store."""
+    from jobs.store_command import run_compact
+
+    run_compact(store, orphan_age_hours)
+
+
+@store_app.command()
+def vacuum(
+    store: Store,
+    retention_hours: Annotated[int, typer.Option(min=0, help="Keep files that are younger.")] = 24,
+) -> None:
+    """Delete files that the store no longer refers to."""
+    from jobs.store_command import run_vacuum
+
+    run_vacuum(store, retention_hours)
+
+
+@store_app.command()
+def export(
+    store: Store, dest: Annotated[Path, typer.Option(help="Folder to write to; an earlier export is replaced.")]
+) -> None:
+    """Write a copy of the rows as plain Parquet files, for tools that know no Delta log."""
+    from jobs.store_command import run_export
+
+    run_export(store, dest)
 
 
 @app.command()
