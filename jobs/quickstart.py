@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = _request(argv)
         collect(request)
         ask(request.store)
-        answer_live(load_config(request.config), request.budget, 2 * request.max_new_tokens)
+        config = load_config(request.config)
+        answer_live(config, config.budget, 2 * request.max_new_tokens)
     except GraftError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
