@@ -218,7 +218,7 @@ class Collector:
         rounds = [record for item in unit.unit.items for record in unit.rounds[item.sequence_id]]
         try:
             files = () if self.write is None else tuple(self.write(unit.unit, records, rounds))
-        except (GraftError, OSError) as error:
+        except Exception as error:  # whatever it is, it belongs to this unit, which is no longer in hand
             self._failed.append(FailedUnit(unit.unit.unit_id, f"{type(error).__name__}: {error}"))
             return
         self._finished.append(FinishedUnit(unit.unit.unit_id, files, _tally(records, rounds, files)))

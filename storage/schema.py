@@ -233,7 +233,11 @@ def _lists(lengths: Sequence[int], values: pa.Array, kind: pa.DataType) -> pa.Li
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=kind)
 
 
+_NUMPY_TYPES = {pa.int32(): np.dtype(np.int32), pa.float32(): np.dtype(np.float32)}
+"""Of list elements. Arrow's own `to_pandas_dtype` would import pandas, which nothing here needs."""
+
+
 def _concatenate(arrays: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    dtype = kind.to_pandas_dtype()
+    dtype = _NUMPY_TYPES[kind]
     flat = np.concatenate([np.asarray(array, dtype) for array in arrays]) if arrays else np.zeros(0, dtype)
     return pa.array(flat, kind)

@@ -28,13 +28,13 @@ class Shelf:
     """A writer that keeps what it is given."""
 
     units: dict[str, tuple[list[SequenceRecord], list[RoundRecord]]] = field(default_factory=dict)
-    fails: bool = False
+    fault: Exception | None = None
 
     def __call__(
         self, unit: Unit, sequences: Sequence[SequenceRecord], rounds: Sequence[RoundRecord]
     ) -> list[FileInfo]:
-        if self.fails:
-            raise OSError("disk full")
+        if self.fault is not None:
+            raise self.fault
         self.units[unit.unit_id] = (list(sequences), list(rounds))
         return [make_file(unit.unit_id, 1)]
 
@@ -174,11 +174,14 @@ def test_a_device_error_leaves_the_collector(collector: Collector) -> None:
         collector.work([], unit("a", 3, 3), has_more=False)
 
 
-def test_a_unit_that_cannot_be_written_fails_alone(collector: Collector, shelf: Shelf) -> None:
-    shelf.fails = True
+@pytest.mark.parametrize("fault", [OSError("disk full"), ModuleNotFoundError("no module of that name")])
+def test_a_unit_that_cannot_be_written_fails_alone_and_says_why(
+    collector: Collector, shelf: Shelf, fault: Exception
+) -> None:
+    shelf.fault = fault
     report = collector.work([], unit("a", 3), has_more=False)
-    assert [failed.error for failed in report.failed] == ["OSError: disk full"]
-    shelf.fails = False
+    assert [failed.error for failed in report.failed] == [f"{type(fault).__name__}: {fault}"]
+    shelf.fault = None
     run_all(collector, [unit("b", 3)])
     assert set(shelf.units) == {"b"}
 
