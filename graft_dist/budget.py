@@ -1,29 +1,39 @@
 """Budgets: how many draft nodes a round verifies for each slot.
 
-Owns the state a choice may look at, how its parts are computed, and the budget policies that need no fitting. A
-policy is asked twice per round: for an upper bound before anything is drafted, and for the budget proper once the
-trees are there.
+Owns the state a choice may look at, how its parts are computed, and the budget policies. A policy is asked twice per
+round: for an upper bound before anything is drafted, and for the budget proper once the trees are there.
 
-Dimension letters: S slots, D draft depth, K candidates per depth, H hidden size.
+`UtilityBudget` weighs what nodes are expected to bring against what they cost. What they bring is a gain model's
+business: `PowerGain` knows the state alone (the paper's SABA, mended), `AcceptanceGain` adds up each node's chance of
+being accepted. Fitting both is not this file's.
+
+Dimension letters: S slots, D draft depth, K candidates per depth, H hidden size, N nodes of a tree.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from graft_dist.cost_curve import CostCurve
 from graft_dist.counter_random import hash_counters
 from graft_dist.draft_tree import DraftTree
 from graft_dist.errors import PolicyError
 
+FloatArray = npt.NDArray[np.float64]
+
 HISTORY_WINDOW = 8
 """Rounds that the acceptance history looks back on."""
+
+_GAIN_MEMORY = 32  # trees after which expected gains are mostly forgotten
+_MIN_TREES = 8  # trees that must have been seen before rounds go without a draft
 
 NO_LIMIT = 2**31 - 1
 """A budget that never binds: the tree is limited by its depth, its candidates and the room left."""
@@ -116,6 +126,254 @@ class ExploringBudget:
     def _draw(self, state: DraftState) -> int:
         number = hash_counters(self.seed, state.sequence_key, state.round_index)
         return self.budgets[number % len(self.budgets)]
+
+
+class GainModel(Protocol):
+    """Expects what each further node of a tree brings."""
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether `marginals` reads `conf` and `degen`."""
+        ...
+
+    def marginals(self, tree: DraftTree, state: DraftState) -> FloatArray:
+        """Return the accepted tokens expected of each node [N], given that all nodes before it are verified."""
+        ...
+
+
+@dataclass(frozen=True)
+class PowerGain:
+    """`G(B) = 1 + a(s) B^beta(s)`: a round's tokens by its budget, from the state alone.
+
+    As the paper prints it, without the 1, a is a factor of the whole utility and drops out of its argmax: the budget is
+    the same in every state. The bonus token, which comes whatever B, is what makes the state matter.
+    `a = exp(u . [1, conf, degen, hist])` and `beta = sigmoid(w . [1, conf, degen, hist])`.
+    """
+
+    a_weights: tuple[float, float, float, float]  # u
+    beta_weights: tuple[float, float, float, float]  # w
+    first_hist: float = 2.0  # stands for `hist` in a sequence's first round
+
+    needs_state = True
+
+    def a_and_beta(self, state: DraftState) -> tuple[float, float]:
+        """Return (a, beta) of a state."""
+        hist = state.hist if state.hist > 0 else self.first_hist
+        inputs = np.array([1.0, state.conf, state.degen, hist])
+        a, beta = np.clip([inputs @ self.a_weights, inputs @ self.beta_weights], -20, 20)
+        return float(np.exp(a)), float(1 / (1 + np.exp(-beta)))
+
+    def marginals(self, tree: DraftTree, state: DraftState) -> FloatArray:
+        """Return `a ((B + 1)^beta - B^beta)` for B = 0 .. N - 1: never rising, since beta is below 1."""
+        a, beta = self.a_and_beta(state)
+        return a * np.diff(np.arange(tree.num_nodes + 1.0) ** beta)
+
+
+class Calibration(Protocol):
+    """Maps path scores to the chance that the path's last node is accepted."""
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether `probabilities` reads `conf` and `degen`."""
+        ...
+
+    def probabilities(self, scores: npt.NDArray[np.float32], state: DraftState) -> FloatArray:
+        """Return probabilities [N] of path scores [N]; a higher score never has the lower probability."""
+        ...
+
+
+@dataclass(frozen=True)
+class RawProbabilities:
+    """Path scores taken for logarithms of probabilities, as they come."""
+
+    needs_state = False
+
+    def probabilities(self, scores: npt.NDArray[np.float32], state: DraftState) -> FloatArray:
+        """Return exp(score), at most 1."""
+        return np.exp(np.minimum(scores.astype(np.float64), 0.0))
+
+
+@dataclass(frozen=True)
+class PiecewiseCalibration:
+    """Probabilities by path score: linear between the points, constant beyond them."""
+
+    scores: tuple[float, ...]  # rising
+    chances: tuple[float, ...]  # between 0 and 1, never falling
+
+    needs_state = False
+
+    def __post_init__(self) -> None:
+        if len(self.scores) != len(self.chances) or not self.scores:
+            raise PolicyError(f"a calibration has {len(self.scores)} scores and {len(self.chances)} chances")
+        if np.any(np.diff(self.scores) <= 0) or np.any(np.diff(self.chances) < 0):
+            raise PolicyError("the scores of a calibration must rise and its chances must not fall")
+        if not all(0 <= chance <= 1 for chance in self.chances):
+            raise PolicyError(f"the chances of a calibration must lie between 0 and 1, not {self.chances}")
+
+    def probabilities(self, scores: npt.NDArray[np.float32], state: DraftState) -> FloatArray:
+        """Return the curve at `scores`."""
+        return np.interp(scores.astype(np.float64), self.scores, self.chances)
+
+
+@dataclass(frozen=True)
+class AcceptanceGain:
+    """`G(B) = 1 + sum of the first B nodes' acceptance probabilities`; with raw ones this is CaDDTree's."""
+
+    calibration: Calibration = field(default_factory=RawProbabilities)
+
+    @property
+    def needs_state(self) -> bool:
+        """What the calibration says."""
+        return self.calibration.needs_state
+
+    def marginals(self, tree: DraftTree, state: DraftState) -> FloatArray:
+        """Return each node's probability [N]: a path brings one token more for each node of it that is accepted."""
+        return self.calibration.probabilities(tree.scores[1:], state)
+
+
+Form = Literal["ratio", "price"]
+"""What a round's budget maximises.
+
+ratio: expected tokens / milliseconds of this round.
+price: expected tokens - price * milliseconds, where the price is the long-run rate of tokens per millisecond. Tokens
+    per second over many rounds are a ratio of sums, not a mean of ratios; this form maximises them.
+"""
+
+
+@dataclass
+class UtilityBudget:
+    """Verifies the nodes that pay: joint budgets of all slots by marginal gain, under a measured cost curve.
+
+    The slots' nodes are merged by falling gain and cut where the utility of the whole batch peaks; a slot may get none.
+    For nested trees and a convex curve that is the exact optimum.
+
+    Whether to draft at all must be decided before anything is known of the round, so it is judged by the gains of the
+    rounds so far: when the best such budget is slower than a plain round of the same batch, nothing is drafted
+    (`may_rest`), except in every `probe_every`-th round, to see whether that still holds.
+
+    The object carries running averages: it belongs to one engine, or to one replay.
+    """
+
+    gain: GainModel
+    cost: CostCurve
+    max_budget: int = 256  # nodes of a tree, at most
+    form: Form = "ratio"
+    may_rest: bool = True  # whether rounds may go without a draft; otherwise each is drafted, as far as there is room
+    probe_every: int = 32
+    horizon: int = 256  # rounds over which the price forgets
+
+    _gains: FloatArray = field(init=False, repr=False)  # [max_budget], fading sum of past trees' marginals ...
+    _num_gains: float = field(default=0.0, init=False, repr=False)  # ... and of ones
+    _num_trees: int = field(default=0, init=False, repr=False)
+    _tokens: float = field(default=0.0, init=False, repr=False)  # expected tokens of past rounds ...
+    _ms: float = field(default=0.0, init=False, repr=False)  # ... and their milliseconds, both fading
+    _num_rested: int = field(default=0, init=False, repr=False)  # rounds since the last draft
+
+    def __post_init__(self) -> None:
+        _check_budgets([self.max_budget])
+        if self.form not in ("ratio", "price"):
+            raise PolicyError(f"unknown form {self.form!r} of a utility: choose ratio or price")
+        if self.probe_every < 1 or self.horizon < 1:
+            raise PolicyError(f"probe_every and horizon must be at least 1, not {self.probe_every} and {self.horizon}")
+        self._gains = np.zeros(self.max_budget)
+
+    @property
+    def needs_state(self) -> bool:
+        """What the gain model says."""
+        return self.gain.needs_state
+
+    @property
+    def price(self) -> float:
+        """Tokens per millisecond in the long run: plain decoding's rate until rounds have been seen."""
+        return self._tokens / self._ms if self._ms > 0 else 1.0 / self.cost.round_ms[0]
+
+    def limits(self, states: Sequence[DraftState]) -> list[int]:
+        """Return the room for each slot's tree, or 0 for all where drafting does not pay."""
+        if self.may_rest and not self._drafting_pays(states):
+            self._num_rested += 1
+            self._remember_rate(float(len(states)), self._costs(states)[0])
+            return [0] * len(states)
+        self._num_rested = 0
+        return [max(0, min(self.max_budget, state.max_budget)) for state in states]
+
+    def choose(self, trees: Sequence[DraftTree], states: Sequence[DraftState]) -> list[int]:
+        """Return the joint budgets of the batch. The draft is paid for by now, so it counts for budget 0 as well."""
+        if not any(tree.num_nodes for tree in trees):
+            return [0] * len(trees)
+        marginals = [
+            self.gain.marginals(tree, state)[: self.max_budget] for tree, state in zip(trees, states, strict=True)
+        ]
+        _, costs = self._costs(states)
+        price = self.price if self.form == "price" else None
+        budgets, gain = joint_budgets(marginals, costs, price)
+        self._remember_gains(marginals)
+        self._remember_rate(gain, float(costs[sum(budgets)]))
+        return budgets
+
+    def _costs(self, states: Sequence[DraftState]) -> tuple[float, FloatArray]:
+        plain_ms, drafted_ms = batch_costs(self.cost, len(states), len(states) * self.max_budget)
+        context_ms = self.cost.token_ms * sum(state.context_length for state in states)
+        return plain_ms + context_ms, drafted_ms + context_ms
+
+    def _drafting_pays(self, states: Sequence[DraftState]) -> bool:
+        if self._num_trees < _MIN_TREES or self._num_rested + 1 >= self.probe_every:
+            return True
+        num_slots = len(states)
+        plain_ms, drafted_ms = self._costs(states)
+        expected = num_slots * (1.0 + np.cumsum(self._gains) / self._num_gains)
+        return bool((expected / drafted_ms[num_slots::num_slots]).max(initial=0.0) > num_slots / plain_ms)
+
+    def _remember_gains(self, marginals: Sequence[FloatArray]) -> None:
+        fade = 1.0 - 1.0 / _GAIN_MEMORY
+        for own in marginals:
+            if len(own) == 0:
+                continue  # no room for a tree: says nothing about the next
+            self._gains *= fade
+            self._gains[: len(own)] += own
+            self._num_gains = fade * self._num_gains + 1.0
+            self._num_trees += 1
+
+    def _remember_rate(self, tokens: float, ms: float) -> None:
+        fade = 1.0 - 1.0 / self.horizon
+        self._tokens = fade * self._tokens + tokens
+        self._ms = fade * self._ms + ms
+
+
+def joint_budgets(
+    marginals: Sequence[FloatArray], costs: FloatArray, price: float | None = None
+) -> tuple[list[int], float]:
+    """Return the budgets of S slots that together are worth most, and the tokens expected of them.
+
+    Args:
+        marginals: for each slot what each node of its tree brings, in the tree's order.
+        costs: milliseconds of the batch's round by the number of nodes over all slots, at least as many as there are.
+        price: tokens per millisecond, for `tokens - price * costs`; None for `tokens / costs`.
+
+    A slot's nodes keep their order: a node that brings more than one before it waits for that one.
+    """
+    sizes = [len(own) for own in marginals]
+    keys = np.concatenate([np.minimum.accumulate(own) for own in marginals])
+    order = np.argsort(-keys, kind="stable")
+    gains = len(marginals) + np.concatenate([[0.0], np.cumsum(np.concatenate(marginals)[order])])
+    spent = costs[: len(gains)]
+    best = int(np.argmax(gains / spent if price is None else gains - price * spent))
+    owners = np.repeat(np.arange(len(sizes)), sizes)[order[:best]]
+    return np.bincount(owners, minlength=len(sizes)).tolist(), float(gains[best])
+
+
+@lru_cache(maxsize=256)
+def batch_costs(cost: CostCurve, num_slots: int, max_nodes: int) -> tuple[float, FloatArray]:
+    """Return milliseconds of a round of S slots: of a plain one, and of drafted ones by nodes over all slots [N + 1].
+
+    The curve is one sequence's by its nodes, so one row less than was verified; S slots verify their S roots besides.
+    A plain round saves the draft: the curve's step between budget 0 and 1.
+    """
+    table = cost.table(max(1, num_slots - 1 + max_nodes))
+    drafted_ms = table[num_slots - 1 : num_slots + max_nodes].copy()
+    if num_slots == 1:
+        drafted_ms[0] = table[1]  # drafted, and the root verified alone
+    drafted_ms.setflags(write=False)
+    return float(drafted_ms[0] - (table[1] - table[0])), drafted_ms
 
 
 def confidence(top1_log_probs: npt.NDArray[np.floating]) -> float:

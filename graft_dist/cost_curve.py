@@ -2,8 +2,9 @@
 
 Owns the rule between the measured points: the plain round (budget 0) stands alone, since drafting is a step; between
 two points the curve is linear, below the smallest drafted budget flat, beyond the largest it goes on with the last
-slope. Medians that fall as the budget rises are noise: a fit pools them until the curve never falls. The context length
-is left out.
+slope. Medians that fall as the budget rises are noise: a fit pools them until the curve never falls. Three families are
+fitted: monotone, monotone and convex, and the straight line of the GRAFT paper (arXiv 2608.20375). The context length
+enters as a price per committed token, 0 unless it is given.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class CostCurve:
     budgets: tuple[int, ...]  # rising; the first is 0, the plain round
     round_ms: tuple[float, ...]  # of one sequence; positive, never falling
     source: str  # where the numbers come from, for reports
+    token_ms: float = 0.0  # milliseconds that each committed token of the context adds
 
     def __post_init__(self) -> None:
         if len(self.budgets) != len(self.round_ms) or len(self.budgets) < 2 or self.budgets[0] != 0:
@@ -39,8 +41,10 @@ class CostCurve:
             raise PolicyError(f"the milliseconds of a cost curve must be above 0, not {self.round_ms}")
         if any(right < left for left, right in zip(self.round_ms, self.round_ms[1:], strict=False)):
             raise PolicyError(f"a cost curve must not fall as the budget rises, as {self.round_ms} does")
+        if not 0 <= self.token_ms < math.inf:
+            raise PolicyError(f"the milliseconds per token of context must be at least 0, not {self.token_ms}")
 
-    def table(self, max_budget: int) -> FloatArray:
+    def table(self, max_budget: int, context_length: float = 0.0) -> FloatArray:
         """Return the milliseconds of each budget 0 .. max_budget, float64 [max_budget + 1]."""
         budgets, drafted_ms = np.array(self.budgets[1:]), np.array(self.round_ms[1:])
         wanted = np.arange(max_budget + 1)
@@ -49,7 +53,7 @@ class CostCurve:
             slope = (drafted_ms[-1] - drafted_ms[-2]) / (budgets[-1] - budgets[-2])
             table += slope * np.maximum(wanted - budgets[-1], 0)
         table[0] = self.round_ms[0]
-        return table
+        return table + self.token_ms * context_length
 
 
 @dataclass(frozen=True)
@@ -112,3 +116,51 @@ def monotone_fit(values: FloatArray, weights: FloatArray) -> FloatArray:
             total, length = last_total + total, last_length + length
         blocks.append((mean, total, length))
     return np.concatenate([np.full(length, mean) for mean, _, length in blocks])
+
+
+def line(plain_ms: float, fixed_ms: float, node_ms: float, source: str) -> CostCurve:
+    """Return the paper's cost model, `fixed_ms + node_ms * B`, beside a plain round."""
+    return CostCurve((0, 1, 2), (plain_ms, fixed_ms + node_ms, fixed_ms + 2 * node_ms), source)
+
+
+def line_fit(budgets: FloatArray, values: FloatArray, weights: FloatArray) -> tuple[float, float]:
+    """Return (fixed, per node), both at least 0, of the line nearest to `values` in weighted squares."""
+    fixed, per_node = _nonnegative_fit(np.stack([np.ones(len(budgets)), budgets], axis=1), values, weights)
+    return float(fixed), float(per_node)
+
+
+def convex_fit(budgets: FloatArray, values: FloatArray, weights: FloatArray) -> FloatArray:
+    """Return the convex, never falling sequence at `budgets` (rising) nearest to `values` >= 0 in weighted squares.
+
+    Such a sequence is a constant plus hinges `max(B - b, 0)` at the budgets b before the last, each times at least 0.
+    """
+    hinges = np.maximum(budgets[:, None] - budgets[None, :-1], 0)
+    basis = np.concatenate([np.ones((len(budgets), 1)), hinges], axis=1)
+    return basis @ _nonnegative_fit(basis, values, weights)
+
+
+def _nonnegative_fit(basis: FloatArray, values: FloatArray, weights: FloatArray) -> FloatArray:
+    """Least squares with coefficients of at least 0 (Lawson and Hanson, 1974)."""
+    scale = np.maximum(basis.max(axis=0), 1e-12)
+    matrix = basis / scale * np.sqrt(weights)[:, None]
+    wanted = values * np.sqrt(weights)
+    found, is_free = np.zeros(basis.shape[1]), np.zeros(basis.shape[1], np.bool_)
+    tolerance = 1e-10 * max(1.0, float(np.abs(matrix.T @ wanted).max(initial=0)))
+    for _ in range(10 * basis.shape[1]):
+        pull = np.where(is_free, -np.inf, matrix.T @ (wanted - matrix @ found))
+        if pull.max() <= tolerance:
+            break
+        is_free[int(pull.argmax())] = True
+        while True:
+            trial = np.zeros_like(found)
+            trial[is_free] = np.linalg.lstsq(matrix[:, is_free], wanted, rcond=None)[0]
+            falls = is_free & (trial <= 0)
+            if not falls.any():
+                break
+            # Go towards the trial until the first coefficient reaches 0, and hold that one.
+            step = (found[falls] / np.maximum(found[falls] - trial[falls], 1e-300)).min()
+            found = found + step * (trial - found)
+            is_free &= found > 1e-14
+            found[~is_free] = 0.0
+        found = trial
+    return found / scale

@@ -1,32 +1,66 @@
 """Edge scorers: what an edge of the draft tree, from a parent to a candidate child, is worth.
 
-Owns the interface the engine calls once per round for all slots, and the scorer that trusts the drafter alone.
-Does not build trees (`draft_tree.py`).
+Owns the interface the engine calls once per round for all slots, the scorer that trusts the drafter alone, and the
+target-distilled edge scorer (TDES) of GRAFT (arXiv 2608.20375): its network, its vocabulary tables and the compiled
+scoring step. Does not build trees (`draft_tree.py`) or fit weights (`learning/tdes.py`).
+
+Letters: S slots, D draft depth, K candidates per depth, P parent rows (1 or K), V vocabulary, E embedding size, H the
+drafter's hidden size, h width of the scorer, G size of a projected token, R rank of the gate.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from numba import njit
+from torch import nn
+
+from graft_dist.errors import PolicyError
+
+Float16Array = npt.NDArray[np.float16]
+Float32Array = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+Reading = Literal["sum", "conditional"]
+"""How f enters an edge's score.
+
+sum: `S(v) = log q_d(c) + f(p, c, d)`, as the paper prints it.
+conditional: `S(v) = log softmax over the parent's candidates of (log q_d + f) [c] + log coverage_d`, where coverage_d
+    is the candidates' mass under q_d: the logarithm of a probability, so that exp of a path's score estimates the
+    chance that its last node is accepted.
+"""
+
+_TABLE_ROWS = 8192  # vocabulary rows projected at a time
 
 
 class EdgeScorer(Protocol):
     """Scores every edge a round's trees may use."""
 
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether `score` reads the drafter's hidden states."""
+        ...
+
     def score(
         self,
-        root_tokens: npt.NDArray[np.int64],
-        candidate_ids: npt.NDArray[np.int32],
-        log_probs: npt.NDArray[np.float32],
-    ) -> npt.NDArray[np.float32]:
+        root_tokens: Int64Array,
+        candidate_ids: Int32Array,
+        log_probs: Float32Array,
+        hidden: torch.Tensor | None = None,
+    ) -> Float32Array:
         """Return edge scores float32 [S, D, P, K] for S slots, D depths and K candidates, with P == 1 or P == K.
 
         Args:
             root_tokens: int64 [S], the last committed token of each slot.
             candidate_ids: int32 [S, D, K], distinct within a depth.
             log_probs: float32 [S, D, K], the drafter's log-probabilities of the candidates over the full vocabulary.
+            hidden: [S, D, H] the drafter's hidden states, on any device; only needed where `needs_hidden` is true.
 
         Entry [s, d, p, c] is the score of candidate c of depth d+1 under candidate p of depth d (under the root at
         d == 0: row 0). P == 1 means that a child's score does not depend on its parent.
@@ -40,11 +74,304 @@ class MarginalScorer:
     `S(v) = log q_d(c)`, whatever the parent; the sum along a path is the log-probability the drafter gives the path.
     """
 
+    needs_hidden = False
+
     def score(
         self,
-        root_tokens: npt.NDArray[np.int64],
-        candidate_ids: npt.NDArray[np.int32],
-        log_probs: npt.NDArray[np.float32],
-    ) -> npt.NDArray[np.float32]:
+        root_tokens: Int64Array,
+        candidate_ids: Int32Array,
+        log_probs: Float32Array,
+        hidden: torch.Tensor | None = None,
+    ) -> Float32Array:
         """Return `log_probs` as float32 [S, D, 1, K]: one row of scores shared by all parents."""
         return np.asarray(log_probs, dtype=np.float32)[:, :, None, :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TdesConfig:
+    """The shape of a TDES network; with `gate_rank` 0 it is the paper's."""
+
+    embedding_size: int
+    """E: size of the target's token embeddings."""
+    draft_depth: int
+    """D: deepest depth that can be scored."""
+    width: int = 64
+    """h: size of the hidden layer; two numbers per token and unit are kept in the vocabulary tables."""
+    projection_size: int = 64
+    """G: size of the projections g_p and g_c of a token."""
+    depth_size: int = 16
+    """Size of the depth embedding e_d."""
+    gate_rank: int = 0
+    """R: rank of the term `<A(e_p) * H(h_d), B(e_c)>`, which sees the drafter's hidden state; 0: no such term."""
+    hidden_size: int = 0
+    """H: size of the hidden states given to the gate; 0 without a gate."""
+    embedding_rms: float = 1.0
+    """Root mean square of the target's embedding table; token embeddings enter divided by it."""
+    hidden_rms: float = 1.0
+    """Root mean square of the hidden states; they enter divided by it."""
+
+    def __post_init__(self) -> None:
+        for name in ("embedding_size", "draft_depth", "width", "projection_size", "depth_size"):
+            if getattr(self, name) < 1:
+                raise PolicyError(f"{name} of an edge scorer is {getattr(self, name)}; it must be at least 1")
+        if self.gate_rank < 0 or (self.gate_rank > 0) != (self.hidden_size > 0):
+            raise PolicyError(
+                f"an edge scorer has gate_rank {self.gate_rank} and hidden_size {self.hidden_size}; both must be 0 (no "
+                "gate) or both above 0"
+            )
+        if not (self.embedding_rms > 0 and self.hidden_rms > 0):
+            raise PolicyError(
+                f"embedding_rms and hidden_rms must be above 0, not {self.embedding_rms} and {self.hidden_rms}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTables:
+    """What a TDES network makes of V tokens, each alone; rows are looked up by an edge's parent and child."""
+
+    parent: torch.Tensor
+    """[V, h] W_p g_p(e_v)."""
+    child: torch.Tensor
+    """[V, h] W_c g_c(e_v)."""
+    gate_parent: torch.Tensor
+    """[V, R] A(e_v)."""
+    gate_child: torch.Tensor
+    """[V, R] B(e_v)."""
+
+
+class TdesNetwork(nn.Module):
+    """f(p, c, d) = s * (w . relu(W [g_p(e_p); g_c(e_c); e_d] + b) + b0 + <A(e_p) * H(h_d), B(e_c)>), s > 0 learned.
+
+    W is kept in its three blocks, so that everything a token contributes depends on its id alone (`token_tables`).
+    The last term is there with `gate_rank` above 0 only. A new network has w = 0, b0 = 0 and B = 0: f is 0 for every
+    edge, and trees are DDTree's.
+    """
+
+    def __init__(self, config: TdesConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        generator = torch.Generator().manual_seed(seed)
+
+        def drawn(rows: int, columns: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(rows, columns, generator=generator) / math.sqrt(max(columns, 1)))
+
+        size, rank = config.projection_size, config.gate_rank
+        self.project_parent = drawn(size, config.embedding_size)  # g_p
+        self.project_child = drawn(size, config.embedding_size)  # g_c
+        self.depth_embedding = drawn(config.draft_depth, config.depth_size)  # e_d
+        self.mix_parent = drawn(config.width, size)  # W's block of the parent
+        self.mix_child = drawn(config.width, size)
+        self.mix_depth = drawn(config.width, config.depth_size)
+        self.bias = nn.Parameter(torch.zeros(config.width))  # b
+        self.weight = nn.Parameter(torch.zeros(config.width))  # w
+        self.offset = nn.Parameter(torch.zeros(()))  # b0
+        self.log_scale = nn.Parameter(torch.zeros(()))  # log s
+        self.gate_parent = drawn(rank, config.embedding_size)  # A
+        self.gate_hidden = drawn(rank, config.hidden_size)  # H
+        self.gate_child = nn.Parameter(torch.zeros(rank, config.embedding_size))  # B
+
+    def token_tables(self, embeddings: torch.Tensor) -> TokenTables:
+        """Project the embeddings [V, E] of some tokens, or of the whole vocabulary."""
+        tokens = embeddings.to(self.weight.dtype) / self.config.embedding_rms
+        return TokenTables(
+            parent=tokens @ self.project_parent.T @ self.mix_parent.T,
+            child=tokens @ self.project_child.T @ self.mix_child.T,
+            gate_parent=tokens @ self.gate_parent.T,
+            gate_child=tokens @ self.gate_child.T,
+        )
+
+    def depth_terms(self) -> torch.Tensor:
+        """Return W_d e_d + b for each depth, [D, h]."""
+        return self.depth_embedding @ self.mix_depth.T + self.bias
+
+    def forward(
+        self,
+        tables: TokenTables,
+        parents: torch.Tensor,
+        children: torch.Tensor,
+        depths: torch.Tensor,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return f of edges.
+
+        `parents` and `children` are rows of `tables`, `depths` counts from 0 (the root's children); all int64, of
+        shapes that broadcast to [..], the shape of the result. `hidden` is [.., H] at each edge's depth.
+        """
+        mixed = tables.parent[parents] + tables.child[children] + self.depth_terms()[depths]
+        inner = torch.relu(mixed) @ self.weight + self.offset
+        if self.config.gate_rank > 0:
+            gate = tables.gate_parent[parents] * (
+                _known(hidden).to(self.weight.dtype) / self.config.hidden_rms @ self.gate_hidden.T
+            )
+            inner = inner + (gate * tables.gate_child[children]).sum(dim=-1)
+        return self.log_scale.exp() * inner
+
+
+class TdesScorer:
+    """A trained TDES network as the engine uses it: vocabulary tables in half precision, one compiled step per round.
+
+    For a vocabulary of 152k and h = 64 the two tables take 39 MB.
+
+    Args:
+        network: the weights.
+        embeddings: [V, E] the target's token embeddings.
+        reading: how f enters the score, see `Reading`.
+    """
+
+    def __init__(self, network: TdesNetwork, embeddings: torch.Tensor, reading: Reading = "conditional") -> None:
+        config = network.config
+        if reading not in get_args(Reading):
+            raise PolicyError(
+                f"unknown reading {reading!r} of edge scores: choose one of {', '.join(get_args(Reading))}"
+            )
+        if embeddings.shape[1] != config.embedding_size:
+            raise PolicyError(
+                f"the edge scorer was made for token embeddings of {config.embedding_size} numbers, the target's have "
+                f"{embeddings.shape[1]}"
+            )
+        self.config = config
+        self.reading: Reading = reading
+        self.needs_hidden = config.gate_rank > 0
+        with torch.no_grad():
+            scale = float(network.log_scale.exp())
+            self._parent, self._child, self._gate_parent, self._gate_child = _vocabulary_tables(network, embeddings)
+            self._depth_terms = network.depth_terms().float().cpu().numpy()
+            self._weight = (scale * network.weight).float().cpu().numpy()
+            self._offset = scale * float(network.offset)
+            # On the device of the embeddings, where the drafter's hidden states are too.
+            self._gate_hidden = (scale / config.hidden_rms * network.gate_hidden.T).float().to(embeddings.device)
+
+    def score(
+        self,
+        root_tokens: Int64Array,
+        candidate_ids: Int32Array,
+        log_probs: Float32Array,
+        hidden: torch.Tensor | None = None,
+    ) -> Float32Array:
+        """Return edge scores float32 [S, D, K, K]; see `EdgeScorer.score`. At d == 0 the rows but row 0 are 0."""
+        num_slots, depth, width = candidate_ids.shape
+        if depth > self.config.draft_depth:
+            raise PolicyError(f"the edge scorer knows {self.config.draft_depth} depths, the drafter proposes {depth}")
+        scores = np.zeros((num_slots, depth, width, width), np.float32)
+        if scores.size == 0:
+            return scores
+        parents = np.empty_like(candidate_ids)
+        parents[:, 0] = np.asarray(root_tokens)[:, None]
+        parents[:, 1:] = candidate_ids[:, :-1]
+        if self.needs_hidden:
+            self._add_gate(scores, parents, candidate_ids, _known(hidden))
+        _score_edges(
+            self._parent[parents].astype(np.float32),
+            self._child[candidate_ids].astype(np.float32),
+            self._depth_terms,
+            self._weight,
+            np.float32(self._offset),
+            np.ascontiguousarray(log_probs, dtype=np.float32),
+            self.reading == "conditional",
+            scores,
+        )
+        return scores
+
+    def _add_gate(self, scores: Float32Array, parents: Int32Array, children: Int32Array, hidden: torch.Tensor) -> None:
+        """Write s * <A(e_p) * H(h_d), B(e_c)> of every edge into `scores` [S, D, K, K]."""
+        state = (hidden.float() @ self._gate_hidden).cpu().numpy()[:, :, None, :]
+        left = self._gate_parent[parents].astype(np.float32) * state
+        right = self._gate_child[children].astype(np.float32)
+        np.matmul(left, right.swapaxes(2, 3), out=scores)
+
+
+def root_mean_square(values: torch.Tensor) -> float:
+    """Return the root mean square of all entries: the size by which a network's inputs are divided."""
+    return float(values.float().square().mean().sqrt())
+
+
+def fold_projection(network: TdesNetwork, projection: torch.Tensor) -> TdesNetwork:
+    """Return a network for hidden states [.., H], made of one that was fitted on `hidden @ projection` [.., H'].
+
+    Recorded rounds keep hidden states projected to few numbers; decoding has them whole. `projection` is [H, H'].
+    """
+    config = network.config
+    if config.gate_rank == 0 or projection.shape[1] != config.hidden_size:
+        raise PolicyError(f"a projection to {projection.shape[1]} numbers does not fit a gate for {config.hidden_size}")
+    fields = {name: getattr(config, name) for name in TdesConfig.__dataclass_fields__}
+    whole = TdesNetwork(TdesConfig(**{**fields, "hidden_size": projection.shape[0]}))
+    weights = network.state_dict()
+    whole.load_state_dict({**weights, "gate_hidden": weights["gate_hidden"] @ projection.float().T})
+    return whole
+
+
+def _known(hidden: torch.Tensor | None) -> torch.Tensor:
+    if hidden is None:
+        raise PolicyError(
+            "this edge scorer reads the drafter's hidden states, and there are none: choose one without a gate"
+        )
+    return hidden
+
+
+def _vocabulary_tables(network: TdesNetwork, embeddings: torch.Tensor) -> tuple[Float16Array, ...]:
+    """Return the four tables of `TokenTables` for the whole vocabulary, float16, in that order."""
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for rows in embeddings.split(_TABLE_ROWS):
+        tables = network.token_tables(rows.to(network.weight.device))
+        columns = (tables.parent, tables.child, tables.gate_parent, tables.gate_child)
+        parts.append(tuple(column.half().cpu() for column in columns))
+    return tuple(torch.cat(column).numpy() for column in zip(*parts, strict=True))
+
+
+@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+def _mixed_dot(base: Float32Array, child: Float32Array, weight: Float32Array) -> np.float32:
+    """Return weight . relu(base + child); sums may be reordered, so that they run in vector registers."""
+    total = np.float32(0.0)
+    for unit in range(len(weight)):
+        mixed = base[unit] + child[unit]
+        total += weight[unit] * (mixed if mixed > 0 else np.float32(0.0))
+    return total
+
+
+@njit(cache=True)
+def _normalise(scores: Float32Array, log_probs: Float32Array) -> None:
+    """Turn f [K] of one parent's edges into conditional scores, in place.
+
+    `log softmax(log q + f) + log coverage = log q + f - log(sum of q exp(f) / sum of q)`. In this form f = 0 gives
+    log q to the last bit, since both sums run over the same numbers.
+    """
+    highest, most_likely = scores.max(), log_probs.max()
+    tilted, plain = np.float32(0.0), np.float32(0.0)
+    for candidate in range(len(scores)):
+        prob = np.exp(log_probs[candidate] - most_likely)
+        tilted += prob * np.exp(scores[candidate] - highest)
+        plain += prob
+    shift = highest + np.log(max(tilted, np.float32(1e-37)) / plain)
+    for candidate in range(len(scores)):
+        scores[candidate] = log_probs[candidate] + (scores[candidate] - shift)
+
+
+@njit(cache=True)
+def _score_edges(
+    parents: Float32Array,
+    children: Float32Array,
+    depth_terms: Float32Array,
+    weight: Float32Array,
+    offset: np.float32,
+    log_probs: Float32Array,
+    is_conditional: bool,
+    scores: Float32Array,
+) -> None:
+    """Fill `scores` [S, D, K, K], which hold the gate's part of f or 0, from table rows [S, D, K, h]."""
+    num_slots, depth, num_candidates, width = children.shape
+    base = np.empty(width, np.float32)
+    for slot in range(num_slots):
+        for at in range(depth):
+            for parent in range(1 if at == 0 else num_candidates):
+                row = scores[slot, at, parent]
+                for unit in range(width):
+                    base[unit] = parents[slot, at, parent, unit] + depth_terms[at, unit]
+                for child in range(num_candidates):
+                    row[child] += _mixed_dot(base, children[slot, at, child], weight) + offset
+                if is_conditional:
+                    _normalise(row, log_probs[slot, at])
+                else:
+                    for child in range(num_candidates):
+                        row[child] += log_probs[slot, at, child]
+            if at == 0:
+                scores[slot, at, 1:] = 0

@@ -461,7 +461,9 @@ class Engine:
         proposal = draft.proposal
         if proposal is None:
             return [root_tree(root) for root in roots]
-        scores = self.policy.scorer.score(np.array(roots, np.int64), proposal.candidate_ids, proposal.log_probs)
+        scorer = self.policy.scorer
+        hidden = proposal.hidden if scorer.needs_hidden else None
+        scores = scorer.score(np.array(roots, np.int64), proposal.candidate_ids, proposal.log_probs, hidden)
         trees = [
             build_tree(roots[slot], proposal.candidate_ids[slot], scores[slot], limit, self._max_depth(batch[slot]))
             if limit > 0

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graft_dist.budget import NO_LIMIT, BudgetPolicy, ExploringBudget, FixedBudget
+from graft_dist.budget import NO_LIMIT, AcceptanceGain, BudgetPolicy, ExploringBudget, FixedBudget, UtilityBudget
+from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import EdgeScorer, MarginalScorer
 from graft_dist.errors import PolicyError
 
 METHODS = ("plain", "chain", "ddtree")
-"""The methods `policy_for` knows."""
+"""The methods that need nothing measured."""
+
+COSTED_METHODS = ("caddtree",)
+"""The methods that need a cost curve."""
 
 
 @dataclass(frozen=True)
@@ -50,21 +54,34 @@ def ddtree(budget: int, num_candidates: int = 16) -> DecodingPolicy:
     return DecodingPolicy("ddtree", MarginalScorer(), FixedBudget(budget), num_candidates)
 
 
+def caddtree(cost: CostCurve, max_budget: int = 256, num_candidates: int = 16) -> DecodingPolicy:
+    """CaDDTree: DDTree's trees, cut where the drafter's own probabilities no longer pay for a node.
+
+    Every round is drafted: not drafting where it never pays is not part of that method.
+    """
+    budget = UtilityBudget(AcceptanceGain(), cost, max_budget, may_rest=False)
+    return DecodingPolicy("caddtree", MarginalScorer(), budget, num_candidates)
+
+
 def exploring(budgets: Sequence[int], seed: int, num_candidates: int = 16) -> DecodingPolicy:
     """DDTree's trees with a budget drawn per round from `budgets`: for collecting rounds, not for speed."""
     return DecodingPolicy("exploring", MarginalScorer(), ExploringBudget(tuple(budgets), seed), num_candidates)
 
 
-def policy_for(method: str, *, budget: int | None, num_candidates: int) -> DecodingPolicy:
+def policy_for(
+    method: str, *, budget: int | None, num_candidates: int, cost: CostCurve | None = None
+) -> DecodingPolicy:
     """Return the policy of a named method.
 
     Args:
-        method: one of `METHODS`.
-        budget: nodes per round; `ddtree` needs it, `chain` takes it as its depth when given, `plain` ignores it.
-        num_candidates: candidates per depth for `ddtree`.
+        method: one of `METHODS` or `COSTED_METHODS`.
+        budget: nodes per round; `ddtree` needs it, `chain` takes it as its depth when given, `caddtree` as the most
+            nodes, `plain` ignores it.
+        num_candidates: candidates per depth for `ddtree` and `caddtree`.
+        cost: what rounds cost on this hardware; `caddtree` needs it.
 
     Raises:
-        PolicyError: an unknown method, a missing budget, or impossible numbers.
+        PolicyError: an unknown method, a missing budget or cost curve, or impossible numbers.
     """
     if method == "plain":
         return plain()
@@ -74,4 +91,10 @@ def policy_for(method: str, *, budget: int | None, num_candidates: int) -> Decod
         if budget is None:
             raise PolicyError("method 'ddtree' needs a budget: the number of draft nodes to verify per round")
         return ddtree(budget, num_candidates)
-    raise PolicyError(f"unknown method {method!r}: choose one of {', '.join(METHODS)}")
+    if method == "caddtree":
+        if cost is None:
+            raise PolicyError("method 'caddtree' needs a cost curve: the milliseconds of a round by its budget")
+        return (
+            caddtree(cost, num_candidates=num_candidates) if budget is None else caddtree(cost, budget, num_candidates)
+        )
+    raise PolicyError(f"unknown method {method!r}: choose one of {', '.join((*METHODS, *COSTED_METHODS))}")

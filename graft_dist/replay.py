@@ -10,7 +10,7 @@ when decoding; and a tree is never deeper than could still become output (`rooms
 Not covered: other positions. A policy that accepts more visits other roots than the recorded ones; replay judges it at
 the recorded ones (dense rounds: at all positions alike). Joint budgets of a batch: each round stands alone.
 
-Letters: S rounds, D draft depth, K candidates, B largest budget, G prices.
+Letters: S rounds, D draft depth, K candidates, H hidden size, B largest budget, G prices.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from numba import njit
 
 from graft_dist.budget import BudgetPolicy, DraftState, sequence_key
@@ -70,6 +71,7 @@ class RecordedRounds:
     conf: Float32Array  # [S]
     degen: Float32Array  # [S]
     hist: Float32Array  # [S]
+    hidden: Float32Array | None = None  # [S, D, H], the drafter's hidden states, where they were recorded
 
     def __len__(self) -> int:
         return len(self.root_tokens)
@@ -161,7 +163,8 @@ def walk_rounds(rounds: RecordedRounds, scorer: EdgeScorer, max_budget: int, max
     depth = rounds.candidate_ids.shape[1]
     cap = depth if max_depth is None else min(depth, max_depth)
     limits = np.minimum(rounds.rooms - 1, cap).astype(np.int32)  # a round gives one token more than its path is long
-    scores = scorer.score(rounds.root_tokens, rounds.candidate_ids, rounds.log_probs)
+    hidden = None if rounds.hidden is None else torch.from_numpy(rounds.hidden)
+    scores = scorer.score(rounds.root_tokens, rounds.candidate_ids, rounds.log_probs, hidden)
     trees = build_trees(rounds.root_tokens, rounds.candidate_ids, scores, max_budget, limits)
     path_nodes, first_nodes = np.zeros_like(rounds.followed), np.zeros_like(rounds.followed)
     _find_followed(trees.tokens, trees.parents, trees.depths, trees.num_nodes, rounds.followed, path_nodes, first_nodes)
@@ -207,9 +210,12 @@ def choose_budgets(
 
 
 def _ask(policy: BudgetPolicy, trees: list[DraftTree], before: list[DraftState], after: list[DraftState]) -> Int64Array:
-    limits = policy.limits(before)
-    shown = [tree.take(limit) for tree, limit in zip(trees, limits, strict=True)]
-    return np.array(policy.choose(shown, after), np.int64)
+    """Each round by itself: what stands together here never shared a batch."""
+    budgets = np.zeros(len(trees), np.int64)
+    for at, tree in enumerate(trees):
+        limit = policy.limits(before[at : at + 1])[0]
+        budgets[at] = policy.choose([tree.take(limit)], after[at : at + 1])[0]
+    return budgets
 
 
 def _states(rounds: RecordedRounds, conf: list[float], degen: list[float], room: list[int]) -> list[DraftState]:

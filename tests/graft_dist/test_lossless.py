@@ -9,9 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from graft_dist.budget import AcceptanceGain, PowerGain, UtilityBudget
+from graft_dist.cost_curve import line
 from graft_dist.drafter import DFlashDrafter
+from graft_dist.edge_scorer import TdesConfig, TdesNetwork, TdesScorer
 from graft_dist.engine import Engine
-from graft_dist.policy import DecodingPolicy, chain, ddtree, exploring, plain
+from graft_dist.policy import DecodingPolicy, caddtree, chain, ddtree, exploring, plain
 from graft_dist.rounds import RoundRecord
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
@@ -111,6 +114,46 @@ def test_same_seed_same_tokens(warping: SamplingParams, record: bool, tiny_llama
         assert (got, got_reasons) == (expected, reasons)
         if record:
             assert sum(len(r.accepted) for per in records for r in per) > 10
+
+
+def tdes_scorer(target: Target, gate_rank: int) -> TdesScorer:
+    """An edge scorer with random weights: it prefers and rejects edges without sense."""
+    config = TdesConfig(
+        embedding_size=target.hidden_size,
+        draft_depth=5,
+        width=8,
+        gate_rank=gate_rank,
+        hidden_size=target.hidden_size if gate_rank else 0,
+    )
+    network = TdesNetwork(config)
+    for parameter in (network.weight, network.gate_child):
+        torch.nn.init.normal_(parameter.data, generator=torch.Generator().manual_seed(1))
+    return TdesScorer(network, target.embed(torch.arange(target.vocab_size)).detach())
+
+
+def test_learned_scores_and_budgets_are_plain(tiny_llama: Target) -> None:
+    requests = [
+        (prompt, SamplingParams(max_new_tokens=22, temperature=temperature, seed=4))
+        for prompt in prompts(tiny_llama.vocab_size, lengths=(7, 1))
+        for temperature in (0.0, 1.0)
+    ]
+    expected = decode(tiny_llama, None, plain(), requests)[:2]
+    drafter = FakeDrafter(tiny_llama, [p + e for (p, _), e in zip(requests, expected[0], strict=True)])
+    cost = line(10.0, 11.0, 0.3, "hand")
+    acceptance, power = AcceptanceGain(), PowerGain((0.0, 1.0, 0.1, 0.1), (0.0, 0.0, 0.0, 0.0))
+    policies = [
+        caddtree(cost, num_candidates=4),
+        DecodingPolicy("marginal", tdes_scorer(tiny_llama, 0), UtilityBudget(acceptance, cost, form="price"), 4),
+        DecodingPolicy("saba", tdes_scorer(tiny_llama, 2), UtilityBudget(power, cost, max_budget=20), 4),
+        DecodingPolicy("resting", tdes_scorer(tiny_llama, 2), UtilityBudget(power, line(1.0, 90.0, 1.0, "hand")), 4),
+    ]
+    for policy in policies:
+        for max_slots in (1, 3):
+            *got, records = decode(tiny_llama, drafter, policy, requests, max_slots=max_slots, record=True)
+            assert tuple(got) == expected, (policy.name, max_slots)
+            budgets = {record.budget for per in records for record in per}
+            assert len(budgets) > 1 and (policy.name != "resting" or 0 in budgets), "the budgets never changed"
+            assert sum(len(record.accepted) for per in records for record in per) > 0
 
 
 def test_mixed_batch(tiny_llama: Target) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graft_dist.budget import DraftState, ExploringBudget, FixedBudget
+from graft_dist.budget import DraftState, ExploringBudget, FixedBudget, UtilityBudget
+from graft_dist.cost_curve import line
 from graft_dist.draft_tree import build_tree
 from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.errors import PolicyError
-from graft_dist.policy import METHODS, DecodingPolicy, chain, ddtree, exploring, plain, policy_for
+from graft_dist.policy import METHODS, DecodingPolicy, caddtree, chain, ddtree, exploring, plain, policy_for
 
 STATE = DraftState(conf=0.0, degen=0.0, hist=0.0, context_length=10, max_budget=1000, sequence_key=1, round_index=0)
 
@@ -39,6 +40,18 @@ def test_policy_for_names() -> None:
     assert policy_for("chain", budget=None, num_candidates=4).num_candidates == 1
     assert policy_for("chain", budget=2, num_candidates=4).max_depth == 2
     assert exploring([1, 2], seed=9).budget == ExploringBudget((1, 2), 9)
+
+
+def test_caddtree_weighs_probabilities_against_cost() -> None:
+    # Uniform drafts of probability 1/e: nodes bring .37 each at depth 1, then .14, while the line asks for more.
+    cheap, dear = (caddtree(line(10.0, 12.0, node_ms, "hand"), num_candidates=4) for node_ms in (0.01, 3.0))
+    assert len(grow(cheap, 2)) == 21
+    assert grow(dear, 2) == [0, 1, 1, 1, 1]
+    assert grow(caddtree(line(10.0, 12.0, 0.01, "hand"), max_budget=6, num_candidates=4), 2) == [0, 1, 1, 1, 1, 2, 2]
+    policy = policy_for("caddtree", budget=9, num_candidates=4, cost=line(10.0, 12.0, 0.1, "hand"))
+    assert isinstance(policy.budget, UtilityBudget) and policy.budget.max_budget == 9 and policy.num_candidates == 4
+    with pytest.raises(PolicyError, match="'caddtree' needs a cost curve"):
+        policy_for("caddtree", budget=9, num_candidates=4)
 
 
 def test_refusals() -> None:

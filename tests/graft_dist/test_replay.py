@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from graft_dist.budget import ExploringBudget, FixedBudget
 from graft_dist.cost_curve import CostCurve
 from graft_dist.draft_tree import DraftTree, build_tree, build_trees
-from graft_dist.edge_scorer import EdgeScorer, MarginalScorer
+from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, TdesConfig, TdesNetwork, TdesScorer
 from graft_dist.policy import DecodingPolicy
 from graft_dist.replay import (
     ALL_TASKS,
@@ -27,7 +28,7 @@ from graft_dist.replay import (
 from graft_dist.rounds import RoundRecord
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
-from tests.conftest import FakeDrafter
+from tests.conftest import TINY_VOCAB_SIZE, FakeDrafter
 from tests.graft_dist.test_lossless import decode, prompts
 
 # Under the marginals the tree is 1: 5, 2: 5 7, 3: 6, 4: 6 7, 5: 5 8, 6: 6 8.
@@ -163,7 +164,7 @@ def test_batches_add_up() -> None:
     whole = random_rounds(60)
     names = list(RecordedRounds.__dataclass_fields__)
     parts = [
-        RecordedRounds(**{name: getattr(whole, name)[start : start + 25] for name in names})
+        RecordedRounds(**{name: getattr(whole, name)[start : start + 25] for name in names if name != "hidden"})
         for start in range(0, 60, 25)
     ]
     policies = {"fixed-5": FixedBudget(5), "exploring": ExploringBudget((0, 3, 12), seed=2)}
@@ -206,7 +207,9 @@ def test_a_policy_sees_states_and_trees() -> None:
 class PairScorer:
     """Scores that depend on the parent and grow along some paths: hashes of parent and child beside the marginals."""
 
-    def score(self, root_tokens: Any, candidate_ids: Any, log_probs: Any) -> Any:
+    needs_hidden = False
+
+    def score(self, root_tokens: Any, candidate_ids: Any, log_probs: Any, hidden: Any = None) -> Any:
         num_slots, _, width = candidate_ids.shape
         roots = np.repeat(np.asarray(root_tokens)[:, None, None], width, axis=2)
         above = np.concatenate([roots, candidate_ids[:, :-1]], axis=1).astype(np.int64)
@@ -288,11 +291,18 @@ def live(tiny_target: Callable[[str], Target]) -> Callable[[DecodingPolicy], lis
     return run
 
 
-SCORERS: list[EdgeScorer] = [MarginalScorer(), PairScorer()]
+def tdes_scorer() -> TdesScorer:
+    """Random weights, over random embeddings of the tiny vocabulary."""
+    network, generator = TdesNetwork(TdesConfig(embedding_size=8, draft_depth=5)), torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(network.weight.data, std=0.3, generator=generator)
+    return TdesScorer(network, torch.randn(TINY_VOCAB_SIZE, 8, generator=generator))
+
+
+SCORERS: list[EdgeScorer] = [MarginalScorer(), PairScorer(), tdes_scorer()]
 BUDGETS = [FixedBudget(1), FixedBudget(6), FixedBudget(30), ExploringBudget((0, 2, 11, 40), seed=3)]
 
 
-@pytest.mark.parametrize("scorer", SCORERS, ids=["marginal", "pair"])
+@pytest.mark.parametrize("scorer", SCORERS, ids=["marginal", "pair", "tdes"])
 def test_replay_finds_what_decoding_accepted(scorer: EdgeScorer, live: Callable[[DecodingPolicy], list[tuple]]) -> None:
     runs = [live(DecodingPolicy("live", scorer, budget, num_candidates=6)) for budget in BUDGETS]
     stops = set()
@@ -310,7 +320,7 @@ def test_replay_finds_what_decoding_accepted(scorer: EdgeScorer, live: Callable[
     assert stops == set(LOST), "a case that never came up proves nothing"
 
 
-@pytest.mark.parametrize("scorer", SCORERS, ids=["marginal", "pair"])
+@pytest.mark.parametrize("scorer", SCORERS, ids=["marginal", "pair", "tdes"])
 def test_replay_of_one_run_is_another_run_at_the_same_positions(
     scorer: EdgeScorer, live: Callable[[DecodingPolicy], list[tuple]]
 ) -> None:

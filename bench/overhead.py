@@ -1,0 +1,107 @@
+"""Time what learned scores and budgets add to a round: scorer, tree, budget and mask, one sequence, no model.
+
+    python bench/overhead.py [--depth 15] [--candidates 16] [--threads 2]
+
+Weights, embeddings and drafts are random: the time does not depend on what was learned. Medians in microseconds, one
+row for each variant of the scorer and cap of the tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from graft_dist.budget import AcceptanceGain, DraftState, UtilityBudget
+from graft_dist.cost_curve import CostCurve
+from graft_dist.draft_tree import ancestor_mask, build_tree
+from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, Reading, TdesConfig, TdesNetwork, TdesScorer
+
+VOCAB_SIZE, EMBEDDING_SIZE, GATE_RANK = 49152, 576, 32
+CURVE = CostCurve((0, 1, 8, 16, 32, 64), (46.0, 56.0, 60.0, 64.0, 87.0, 116.0), "an example")
+STATE = DraftState(0.5, 0.1, 2.0, context_length=100, max_budget=4096, sequence_key=1, round_index=3)
+ROUNDS, WARM_UP = 500, 50
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A random proposal of one slot."""
+
+    candidate_ids: np.ndarray  # int32 [1, D, K]
+    log_probs: np.ndarray  # float32 [1, D, K]
+    hidden: torch.Tensor  # [1, D, H]
+
+
+def random_draft(depth: int, num_candidates: int) -> Draft:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, VOCAB_SIZE, (1, depth, num_candidates)).astype(np.int32)
+    log_probs = -np.sort(rng.exponential(2, ids.shape)).astype(np.float32)
+    return Draft(ids, log_probs, torch.randn(1, depth, EMBEDDING_SIZE))
+
+
+def tdes_scorer(depth: int, gate_rank: int, reading: Reading) -> TdesScorer:
+    embeddings = torch.randn(VOCAB_SIZE, EMBEDDING_SIZE)
+    hidden_size = EMBEDDING_SIZE if gate_rank else 0
+    network = TdesNetwork(TdesConfig(
+        embedding_size=EMBEDDING_SIZE, draft_depth=depth, gate_rank=gate_rank, hidden_size=hidden_size
+    ))  # fmt: skip
+    torch.nn.init.normal_(network.weight.data, std=0.1)
+    return TdesScorer(network, embeddings, reading)
+
+
+def stages_us(scorer: EdgeScorer, draft: Draft, max_budget: int) -> list[float]:
+    """Median microseconds of (score, tree, budget, mask, all four)."""
+    policy = UtilityBudget(AcceptanceGain(), CURVE, max_budget)
+    roots = np.zeros(1, np.int64)
+    spent = np.zeros((ROUNDS, 5))
+    for row in spent:
+        start = time.perf_counter_ns()
+        scores = scorer.score(roots, draft.candidate_ids, draft.log_probs, draft.hidden)
+        scored = time.perf_counter_ns()
+        tree = build_tree(0, draft.candidate_ids[0], scores[0], max_budget)
+        built = time.perf_counter_ns()
+        policy.limits([STATE])
+        budget = policy.choose([tree], [STATE])[0]
+        chosen = time.perf_counter_ns()
+        ancestor_mask(tree.take(budget).parents)
+        end = time.perf_counter_ns()
+        row[:] = np.array([scored - start, built - scored, chosen - built, end - chosen, end - start]) / 1000
+    return np.median(spent[WARM_UP:], axis=0).tolist()
+
+
+def variants(depth: int) -> dict[str, EdgeScorer]:
+    return {
+        "marginal": MarginalScorer(),
+        "tdes sum": tdes_scorer(depth, 0, "sum"),
+        "tdes conditional": tdes_scorer(depth, 0, "conditional"),
+        "tdes gated": tdes_scorer(depth, GATE_RANK, "conditional"),
+    }
+
+
+def arguments(words: Sequence[str] | None = None) -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--depth", type=int, default=15)
+    parser.add_argument("--candidates", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    chosen = arguments()
+    torch.set_num_threads(chosen.threads)
+    torch.manual_seed(0)
+    draft = random_draft(chosen.depth, chosen.candidates)
+    print(f"depth {chosen.depth}, {chosen.candidates} candidates, {chosen.threads} threads; microseconds, median")
+    print(f"{'scorer':18}{'cap':>5}{'score':>8}{'tree':>8}{'budget':>8}{'mask':>8}{'all':>8}")
+    for name, scorer in variants(chosen.depth).items():
+        for max_budget in (64, 256):
+            print(f"{name:18}{max_budget:5}" + "".join(f"{us:8.0f}" for us in stages_us(scorer, draft, max_budget)))
+
+
+if __name__ == "__main__":
+    main()
