@@ -141,7 +141,7 @@ def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
         answers += answer_all(engine, [request], params, on_text=_print_text)
         print(f"\n[{describe(answers[-1])}]", flush=True)
     slow, fast = answers
-    same = "the same text" if slow.token_ids == fast.token_ids else "different text, from a near tie in bfloat16"
+    same = "the same text" if slow.token_ids == fast.token_ids else "texts differ in bfloat16: see `graft audit`"
     print(f"\nspeed-up by draft trees: {slow.decode_s / fast.decode_s:.2f} times, {same}", flush=True)
 
 
