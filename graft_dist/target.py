@@ -201,6 +201,49 @@ def _convert(gguf: Path, folder: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def read_architecture(
+    spec: str, *, revision: str | None = None, trust_remote_code: bool = False, cache_dir: Path | str | None = None
+) -> Any:
+    """The transformers configuration of a target, without reading its weights; arguments as for `Target.load`.
+
+    Raises TargetError, in one sentence, when it is not found or cannot be decoded with trees.
+    """
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(locate(spec, cache_dir), **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
+    reason = refusal(config)
+    if reason is not None:
+        raise TargetError(f"target {spec!r} cannot be decoded with draft trees: {reason}")
+    return config
+
+
+def read_tokenizer(
+    spec: str, *, revision: str | None = None, trust_remote_code: bool = False, cache_dir: Path | str | None = None
+) -> Any:
+    """The tokenizer of a target, without reading its weights. Raises TargetError when it cannot be loaded."""
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        return AutoTokenizer.from_pretrained(locate(spec, cache_dir), **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
+
+
+def check_taps(spec: str, num_layers: int, tap_layers: Sequence[int]) -> None:
+    """Raise TargetError unless every id is a decoder layer of the target before its last.
+
+    The final layer is refused: other tools record its output after the final norm, so a drafter trained elsewhere
+    may mean either.
+    """
+    wrong = [layer for layer in tap_layers if not 0 <= layer < num_layers - 1]
+    if wrong:
+        raise TargetError(
+            f"tapped layers {wrong} are not allowed: {spec} has {num_layers} layers, "
+            f"of which 0 to {num_layers - 2} can be tapped"
+        )
+
+
 class Target:
     """A causal language model that verifies draft trees.
 
@@ -249,26 +292,19 @@ class Target:
         if dtype not in DTYPES:
             raise TargetError(f"dtype {dtype!r} is not supported; use {' or '.join(DTYPES)}")
         place = _device(device)
-        source = locate(spec, cache_dir)
-        options = {"revision": revision, "trust_remote_code": trust_remote_code}
-        try:
-            config = AutoConfig.from_pretrained(source, **options)
-        except (OSError, ValueError, KeyError) as error:
-            raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
-        reason = refusal(config)
-        if reason is not None:
-            raise TargetError(f"target {spec!r} cannot be decoded with draft trees: {reason}")
+        where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        config = read_architecture(spec, cache_dir=cache_dir, **where)
+        tokenizer = read_tokenizer(spec, cache_dir=cache_dir, **where)
         AttentionInterface.register(IMPLEMENTATION, transformers_attention)
         try:
             with _no_progress_bars():
-                tokenizer = AutoTokenizer.from_pretrained(source, **options)
                 model = AutoModelForCausalLM.from_pretrained(
-                    source,
+                    locate(spec, cache_dir),
                     config=config,
                     dtype=DTYPES[dtype],
                     attn_implementation=IMPLEMENTATION,
                     device_map={"": place} if place.type == "cuda" else None,
-                    **options,
+                    **where,
                 )
         except (OSError, ValueError, KeyError) as error:
             raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
@@ -318,17 +354,8 @@ class Target:
         return self.forward(token_ids[None], rows[None], None, None, tap_layers, rows[first_row:])
 
     def check_taps(self, tap_layers: Sequence[int]) -> None:
-        """Raise TargetError unless every id is a decoder layer before the last.
-
-        The final layer is refused: other tools record its output after the final norm, so a drafter trained elsewhere
-        may mean either.
-        """
-        wrong = [layer for layer in tap_layers if not 0 <= layer < self.num_layers - 1]
-        if wrong:
-            raise TargetError(
-                f"tapped layers {wrong} are not allowed: {self.spec} has {self.num_layers} layers, "
-                f"of which 0 to {self.num_layers - 2} can be tapped"
-            )
+        """Raise TargetError unless every id can be tapped: see the function of the same name."""
+        check_taps(self.spec, self.num_layers, tap_layers)
 
     @torch.no_grad()
     def forward(

@@ -14,7 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from graft_dist.draft_tree import DraftTree, ancestor_masks
 from graft_dist.errors import TargetError
-from graft_dist.target import Target, _convert, greedy_tokens, locate, refusal, tree_mask
+from graft_dist.target import (
+    Target,
+    _convert,
+    greedy_tokens,
+    locate,
+    read_architecture,
+    read_tokenizer,
+    refusal,
+    tree_mask,
+)
 from tests.conftest import MODEL_TYPES, build_tokenizer, save_tiny_model, tiny_config
 
 
@@ -208,6 +217,15 @@ def test_missing_targets(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-type"}))
     with pytest.raises(TargetError, match="cannot be loaded"):
         Target.load(str(tmp_path))
+
+
+def test_architecture_and_tokenizer_need_no_weights(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    assert read_architecture(str(tmp_path)).num_hidden_layers == 8
+    with pytest.raises(TargetError, match="cannot be loaded"):
+        read_tokenizer(str(tmp_path / "nowhere"))
+    build_tokenizer().save_pretrained(tmp_path)
+    assert read_tokenizer(str(tmp_path)).encode("a") == build_tokenizer().encode("a")
 
 
 @pytest.mark.parametrize("vocab_size", [97, 4096, 5000, 49152])
