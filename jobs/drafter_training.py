@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ import torch
 from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_target
 from graft_dist.drafter import DrafterConfig
-from graft_dist.errors import ConfigError, DrafterError
+from graft_dist.errors import ConfigError, DrafterError, GraftError, PromptError
 from graft_dist.learning.drafter import LANES, Answer, DrafterScore, DrafterTrainer, DrafterTraining
-from graft_dist.prompts import Prompt, is_held_out, read_prompts
+from graft_dist.prompts import Prompt, is_held_out, read_prompts, render
 from graft_dist.sampling import SamplingParams
-from graft_dist.target import Target
+from graft_dist.target import Target, check_taps, read_architecture, read_tokenizer
 from jobs.cluster import connect
 from jobs.collection import CollectRequest
 from jobs.collection import run as collect
@@ -88,6 +89,7 @@ def run(request: DrafterRequest) -> int:
     Raises a `GraftError` before any work when the request cannot be carried out.
     """
     by_id = _prompts_by_id(request.prompts)
+    check_shape(request.shape, request.config)
     try:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -97,7 +99,7 @@ def run(request: DrafterRequest) -> int:
         code = collect(_answers_request(request, temperature))
         if code not in (Ending.COMPLETE.value, Ending.PARTIAL.value):
             return code
-    training, held_out = read_answers(request.store, request.config.slug, by_id)
+    training, held_out = read_answers(request.store, request.config.slug, by_id, render_all(request.config, by_id))
     held_out = held_out[: request.num_held_out]
     tokens = sum(len(answer.output_token_ids) for answer in training)
     say(f"training on {len(training)} answers of {tokens:,} tokens; {len(held_out)} held-out answers are for the score")
@@ -137,11 +139,39 @@ def _answers_request(request: DrafterRequest, temperature: float) -> CollectRequ
     )
 
 
-def read_answers(store: str, target: str, prompts: dict[str, Prompt]) -> tuple[list[Answer], list[Answer]]:
+def check_shape(shape: DrafterShape, config: TargetConfig) -> None:
+    """Refuse taps and a mask token that the target does not have, before hours of answering; reads no weights."""
+    architecture = read_architecture(**_where(config))
+    check_taps(config.target, architecture.num_hidden_layers, shape.target_layer_ids)
+    if not 0 <= shape.mask_token_id < architecture.vocab_size:
+        raise ConfigError(
+            f"mask-token is {shape.mask_token_id}; {config.target} has token ids from 0 to "
+            f"{architecture.vocab_size - 1}"
+        )
+
+
+def render_all(config: TargetConfig, prompts: Mapping[str, Prompt]) -> dict[str, tuple[int, ...]]:
+    """The token ids of each prompt, by its id, as the target is asked; without those that its template refuses."""
+    tokenizer = read_tokenizer(**_where(config))
+    rendered = {}
+    for prompt in prompts.values():
+        with suppress(PromptError):  # the collection has said so, and the store has it as an error
+            rendered[prompt.id] = tuple(render(tokenizer, prompt, config.system_prompt, config.enable_thinking))
+    return rendered
+
+
+def _where(config: TargetConfig) -> dict[str, Any]:
+    return {"spec": config.target, "revision": config.revision, "trust_remote_code": config.trust_remote_code}
+
+
+def read_answers(
+    store: str, target: str, prompts: Mapping[str, Prompt], rendered: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Answer], list[Answer]]:
     """The target's finished sequences in `store`, in a fixed order: those to train on, and those of held-out prompts.
 
-    Whatever policy decoded them: text does not depend on it. Sequences of prompts that are not in `prompts` are left
-    out. Held-out answers are greedy only, as the drafter's acceptance is judged.
+    Whatever policy decoded them: text does not depend on it. Left out are sequences of prompts that are not in
+    `prompts`, and those whose prompt is not what `rendered` says: whether a text is held out is known of the texts in
+    `prompts` only, and an id may have had another one. Held-out answers are greedy only, as acceptance is judged.
     """
     with connect_store(store) as connection:
         rows = connection.execute(
@@ -153,16 +183,21 @@ def read_answers(store: str, target: str, prompts: dict[str, Prompt]) -> tuple[l
             """,
             [target],
         ).fetchall()
-    training, held_out = [], []
+    training, held_out, num_others = [], [], 0
     for prompt_id, prompt_token_ids, output_token_ids, temperature in rows:
         prompt = prompts.get(prompt_id)
         if prompt is None:
+            continue
+        if tuple(prompt_token_ids) != rendered.get(prompt_id):
+            num_others += 1
             continue
         answer = Answer(tuple(prompt_token_ids), tuple(output_token_ids))
         if not is_held_out(prompt.turns):
             training.append(answer)
         elif temperature == 0.0:
             held_out.append(answer)
+    if num_others:
+        say(f"answers left out, since their prompts had another text or system prompt: {num_others}")
     return training, held_out
 
 
@@ -188,12 +223,15 @@ def drafter_config(shape: DrafterShape, target: Target) -> DrafterConfig:
 
 
 def train(request: DrafterRequest, training: Sequence[Answer], held_out: Sequence[Answer]) -> DrafterScore | None:
-    """Train on Ray Train's workers, or in this process when there is one worker."""
+    """Train on Ray Train's workers, or in this process when there is one worker.
+
+    Raises `DrafterError` or `TargetError` when that is what a worker raised.
+    """
     plan = {"request": request, "training": list(training), "held_out": list(held_out)}
     if request.num_workers == 1:
         return train_on_worker(plan)
     import ray
-    from ray.train import RunConfig, ScalingConfig
+    from ray.train import RunConfig, ScalingConfig, WorkerGroupError
     from ray.train.torch import TorchTrainer
 
     cluster = connect(request.address)
@@ -210,6 +248,12 @@ def train(request: DrafterRequest, training: Sequence[Answer], held_out: Sequenc
             # A name of its own: Ray Train resumes runs by name, and this run resumes from its own folder.
             run_config=RunConfig(name=f"drafter-{time.time_ns()}", storage_path=str(request.out.absolute() / "ray")),
         ).fit()
+    except WorkerGroupError as error:
+        # What a worker refuses is for the user to mend; the other workers' failures only follow from it.
+        refusal = next((one for one in error.worker_failures.values() if isinstance(one, GraftError)), None)
+        if refusal is None:
+            raise
+        raise refusal from error
     finally:
         if cluster.is_local:
             ray.shutdown()

@@ -9,15 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from ray.train import WorkerGroupError
 from safetensors.torch import load_file
 
-from graft_dist.config import TargetConfig
+from graft_dist.config import TargetConfig, load_config
 from graft_dist.drafter import read_config
+from graft_dist.errors import DrafterError
 from graft_dist.learning.drafter import Answer
 from graft_dist.prompts import is_held_out
-from jobs.drafter_training import DrafterRequest, read_answers, train
+from jobs.cluster import Cluster
+from jobs.drafter_training import DrafterRequest, read_answers, render_all, train
 from jobs.drafter_training import _prompts_by_id as prompts_by_id
 from jobs.train_drafter import _parser, main, request_from
+from storage import TrajectoryStore, UnitKey
+from tests.storage.records import DATASET, PROVENANCE, make_sequence
 
 
 @pytest.fixture
@@ -52,8 +57,8 @@ def test_the_job_answers_trains_and_goes_on_where_it_ended(
     command = arguments(config_file, prompts_file, tmp_path, "--temperatures", "0,0.8")
     assert main(command) == 0
     by_id = prompts_by_id([str(prompts_file)])
-    slug = request_from(_parser().parse_args(command)).config.slug
-    training, held_out = read_answers(str(tmp_path / "store"), slug, by_id)
+    config = request_from(_parser().parse_args(command)).config
+    training, held_out = read_answers(str(tmp_path / "store"), config.slug, by_id, render_all(config, by_id))
     num_held_out = sum(is_held_out(prompt.turns) for prompt in by_id.values())
     assert (len(training), len(held_out)) == (2 * (40 - num_held_out), num_held_out)
     assert read_config(tmp_path / "run" / "drafter").block_size == 5
@@ -83,6 +88,45 @@ def test_two_workers_train_what_one_trains(config_file: Path, prompts_file: Path
     assert one_score.depth_accuracy == pytest.approx(two_score.depth_accuracy, abs=0.05)
     for name, tensor in one.items():
         assert float((tensor.float() - two[name].float()).abs().max()) < 0.02, name
+    with pytest.raises(DrafterError, match="another recipe or other answers"):
+        train(chosen, answers[5:], answers[:4])
+
+
+def test_a_refusal_of_a_worker_comes_out_as_it_is(
+    config_file: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def __init__(self, *args: object, **options: object) -> None:
+            pass
+
+        def fit(self) -> None:
+            failures = {0: RuntimeError("connection closed by peer"), 1: DrafterError("another recipe")}
+            raise WorkerGroupError("a traceback", failures)
+
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Failing)
+    monkeypatch.setattr("jobs.drafter_training.connect", lambda address: Cluster(False, "joined", {}))
+    request = request_from(_parser().parse_args(arguments(config_file, prompts_file, tmp_path, "--workers", "2")))
+    with pytest.raises(DrafterError, match=r"^another recipe$"):
+        train(request, [], [])
+
+
+def test_an_id_with_another_text_is_not_trained_on(
+    config_file: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(config_file)
+    by_id = prompts_by_id([str(prompts_file)])
+    rendered = render_all(config, by_id)
+    trained = [prompt.id for prompt in by_id.values() if not is_held_out(prompt.turns)]
+    store = TrajectoryStore(tmp_path / "store")
+    turn = store.begin("run", "tiny", DATASET)
+    asked = {trained[0]: rendered[trained[0]], trained[1]: rendered[trained[2]], "unknown": rendered[trained[3]]}
+    sequences = [make_sequence(name, 0, prompt_id=name, prompt_token_ids=list(ids)) for name, ids in asked.items()]
+    key = UnitKey(unit_id="u", attempt="a", run_id="run")
+    store.commit(store.write_unit(key, PROVENANCE, sequences, []), "run", turn)
+    training, held_out = read_answers(str(store.path), "tiny", by_id, rendered)
+    assert [answer.prompt_token_ids for answer in training] == [rendered[trained[0]]]
+    assert held_out == []
+    assert "had another text or system prompt: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -91,6 +135,8 @@ def test_two_workers_train_what_one_trains(config_file: Path, prompts_file: Path
         (["--steps", "0"], "steps is 0"),
         (["--soft-weight", "2"], "soft_weight is 2.0"),
         (["--layers", "0"], "layers is 0"),
+        (["--taps", "1,7"], "tapped layers [7] are not allowed"),
+        (["--mask-token", "320"], "has token ids from 0 to 319"),
         (["--block-size", "1"], "block-size is 1"),
         (["--taps", "4,1"], "taps are [4, 1]"),
         (["--workers", "3"], "workers is 3"),
