@@ -33,7 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-store_app = typer.Typer(help="Keep a trajectory store in order: compact, vacuum, export.", no_args_is_help=True)
+store_app = typer.Typer(help="Keep a trajectory store in order: compact, vacuum, export.")
 app.add_typer(store_app, name="store")
 
 

@@ -59,8 +59,10 @@ class DecodeSpec:
 
     @property
     def max_budget(self) -> int:
-        """The largest budget that a round can have; 0 where the drafter's depth alone decides."""
-        return max(self.budget or 0, *self.budgets, 0)
+        """The largest budget that a round can have; 0 where nothing is drafted or the drafter's depth decides."""
+        if self.method == "plain":
+            return 0
+        return max(self.budgets) if self.budgets else self.budget or 0
 
     def policy(self) -> DecodingPolicy:
         """The decoding policy itself; raises `PolicyError` when the parts contradict each other."""

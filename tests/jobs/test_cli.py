@@ -138,6 +138,7 @@ ERRORS = [
       "--temperature", "1"], "greedy generate"),
     (["query", "--store", "{p}/no-store", "runs"], "no trajectory store"),
     (["query", "--store", "{p}/no-store", "runs", "--format", "xml"], "--format"),
+    (["store"], "Missing command"),
     (["store", "compact", "--store", "{p}/no-store"], "no trajectory store"),
     (["store", "vacuum", "--store", "{p}/no-store"], "no trajectory store"),
     (["store", "export", "--store", "{p}/no-store", "--dest", "{p}/copy"], "no trajectory store"),

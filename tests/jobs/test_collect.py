@@ -17,6 +17,7 @@ from graft_dist.prompts import Prompt, starter_prompts_path
 from graft_dist.sampling import SamplingParams
 from jobs import collect
 from jobs.cluster import Cluster, check_fits, job_id
+from jobs.collect_actor import ActorPlan, load_collector
 from jobs.collection import CollectRequest, run
 from jobs.decode_spec import DecodeSpec
 from jobs.estimate import check_room, estimate
@@ -72,6 +73,17 @@ def test_every_option_reaches_its_place() -> None:
 def test_a_chain_is_as_deep_as_drafted_unless_it_is_told() -> None:
     assert parse("--out", "s", "--method", "chain").spec.budget is None
     assert parse("--out", "s", "--method", "chain", "--budget", "3").spec.budget == 3
+
+
+def test_an_actor_makes_room_for_its_largest_budget_under_a_memory_limit(tiny_config: TargetConfig) -> None:
+    sampling = SamplingParams(max_new_tokens=8)
+    config = tiny_config.model_copy(update={"memory_limit_gb": 0.1})
+    spec = DecodeSpec(config=config, method="ddtree", budget=16, budgets=(200, 150), sampling=sampling)
+    assert spec.max_budget == 200
+    assert replace(spec, budgets=()).max_budget == 16
+    assert replace(spec, budgets=(), method="plain").max_budget == 0
+    assert replace(spec, budgets=(), method="chain", budget=None).max_budget == 0
+    load_collector(ActorPlan(spec=spec, store=None, num_slots=1, num_threads=1))  # decodes to warm up
 
 
 def test_no_write_needs_no_store() -> None:
