@@ -131,6 +131,18 @@ def tdes_scorer(target: Target, gate_rank: int) -> TdesScorer:
     return TdesScorer(network, target.embed(torch.arange(target.vocab_size)).detach())
 
 
+def learned_policies(target: Target) -> list[DecodingPolicy]:
+    """Policies as they start: their budgets remember past rounds."""
+    cost = line(10.0, 11.0, 0.3, "hand")
+    acceptance, power = AcceptanceGain(), PowerGain((0.0, 1.0, 0.1, 0.1), (0.0, 0.0, 0.0, 0.0))
+    return [
+        caddtree(cost, num_candidates=4),
+        DecodingPolicy("marginal", tdes_scorer(target, 0), UtilityBudget(acceptance, cost, form="price"), 4),
+        DecodingPolicy("saba", tdes_scorer(target, 2), UtilityBudget(power, cost, max_budget=20), 4),
+        DecodingPolicy("resting", tdes_scorer(target, 2), UtilityBudget(power, line(1.0, 90.0, 1.0, "hand")), 4),
+    ]
+
+
 def test_learned_scores_and_budgets_are_plain(tiny_llama: Target) -> None:
     requests = [
         (prompt, SamplingParams(max_new_tokens=22, temperature=temperature, seed=4))
@@ -139,16 +151,8 @@ def test_learned_scores_and_budgets_are_plain(tiny_llama: Target) -> None:
     ]
     expected = decode(tiny_llama, None, plain(), requests)[:2]
     drafter = FakeDrafter(tiny_llama, [p + e for (p, _), e in zip(requests, expected[0], strict=True)])
-    cost = line(10.0, 11.0, 0.3, "hand")
-    acceptance, power = AcceptanceGain(), PowerGain((0.0, 1.0, 0.1, 0.1), (0.0, 0.0, 0.0, 0.0))
-    policies = [
-        caddtree(cost, num_candidates=4),
-        DecodingPolicy("marginal", tdes_scorer(tiny_llama, 0), UtilityBudget(acceptance, cost, form="price"), 4),
-        DecodingPolicy("saba", tdes_scorer(tiny_llama, 2), UtilityBudget(power, cost, max_budget=20), 4),
-        DecodingPolicy("resting", tdes_scorer(tiny_llama, 2), UtilityBudget(power, line(1.0, 90.0, 1.0, "hand")), 4),
-    ]
-    for policy in policies:
-        for max_slots in (1, 3):
+    for max_slots in (1, 3):
+        for policy in learned_policies(tiny_llama):
             *got, records = decode(tiny_llama, drafter, policy, requests, max_slots=max_slots, record=True)
             assert tuple(got) == expected, (policy.name, max_slots)
             budgets = {record.budget for per in records for record in per}
