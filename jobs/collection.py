@@ -52,8 +52,6 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
     """
     prompts = _read(request)
     store = None if request.store is None else TrajectoryStore(request.store)
-    if store is not None:
-        store.prepare()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     cluster = connect(request.address)
     pool = None
@@ -61,6 +59,8 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
         say(cluster.message + (f", as job {job_id()}" if job_id() else ""))
         stop = StopSignal()  # after ray.init, which sets a handler of its own
         check_fits(cluster.resources, request.pool.num_actors, request.pool.num_cpus, request.pool.num_gpus)
+        if store is not None:
+            store.prepare()  # a store that cannot be made is said before the models take their time to load
         pool = RayPool(_actor_plan(request, store), request.pool)
         models = pool.start()[0].models
         say(f"{pool.num_workers} actors ready, each with {request.num_slots} slots and {_models_line(models)}")

@@ -157,8 +157,10 @@ def test_signals_are_given_back_after_a_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_store_that_cannot_be_made_is_refused_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.collection.connect", lambda address: pytest.fail("a cluster was started"))
+def test_a_store_that_cannot_be_made_is_refused_before_an_actor_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(is_local=False, message="connected", resources={"CPU": 64.0})
+    monkeypatch.setattr("jobs.collection.connect", lambda address: cluster)
+    monkeypatch.setattr("jobs.collection.RayPool", lambda *settings: pytest.fail("an actor was started"))
     request = replace(parse("--out", "/dev/null/s"), prompts=(str(starter_prompts_path()),))
     with pytest.raises(StoreError, match="no trajectory store can be made at /dev/null/s"):
         run(request)
