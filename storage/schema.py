@@ -35,7 +35,7 @@ from graft_dist.errors import StoreError
 if TYPE_CHECKING:  # reading a store needs none of the decoding code
     from graft_dist.rounds import RoundRecord, SequenceRecord
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 PARTITION_COLUMNS = ("target", "date")
 PARTITION_FIELDS = (pa.field("target", pa.string()), pa.field("date", pa.date32()))
@@ -78,6 +78,7 @@ SEQUENCES: pa.Schema = pa.schema(
         pa.field("software", pa.string()),
         pa.field("schema_version", pa.int32()),
         pa.field("written_at", pa.timestamp("us", tz="UTC")),
+        pa.field("source", pa.string()),  # collect (a job) or traffic (users' requests); NULL before version 2
     ]
 )
 
@@ -128,6 +129,7 @@ class Provenance:
     policy_fingerprint: str | None
     hardware: str
     software: str
+    source: str = "collect"  # "traffic" marks recorded requests of a server: users' data
 
 
 @dataclass(frozen=True, kw_only=True)

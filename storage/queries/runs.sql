@@ -1,10 +1,12 @@
 -- runs: what each job left in the store.
--- One row per run and target: its policies, when it wrote first and last, units, prompts, failed prompts, why the
--- others finished, output tokens, rounds and draft nodes verified.
+-- One row per run and target: its policies, where its prompts came from (collect: a job, traffic: a server's users), when
+-- it wrote first and last, units, prompts, failed prompts, why the others finished, output tokens, rounds and draft nodes
+-- verified.
 SELECT
     run_id,
     target,
     string_agg(DISTINCT policy, ', ' ORDER BY policy) AS policies,
+    string_agg(DISTINCT coalesce(source, 'collect'), ', ' ORDER BY coalesce(source, 'collect')) AS sources,
     min(written_at) AS first_written_at,
     max(written_at) AS last_written_at,
     count(DISTINCT unit_id) AS num_units,

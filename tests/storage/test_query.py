@@ -87,6 +87,7 @@ def test_runs(root):
         "run_id": "run-1",
         "target": "tiny",
         "policies": "ddtree",
+        "sources": "collect",
         "num_units": 1,
         "num_sequences": 3,
         "num_errors": 1,

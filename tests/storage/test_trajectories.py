@@ -11,8 +11,8 @@ import pytest
 from deltalake import DeltaTable
 
 from graft_dist.errors import GraftError, StoreError
-from storage import StoreFencedError, TrajectoryStore, UnitKey, connect, new_attempt
-from storage.schema import ROUNDS, SEQUENCES
+from storage import StoreFencedError, TrajectoryStore, UnitKey, connect, new_attempt, run_query
+from storage.schema import ROUNDS, SCHEMA_VERSION, SEQUENCES
 from tests.storage.records import DATASET, PROVENANCE, make_round, make_sequence, write_unit
 
 
@@ -455,6 +455,30 @@ def test_an_older_store_is_upgraded_and_read_beside_new_files(tmp_path):
             rows = connection.sql("SELECT DISTINCT unit_id, batch_rows FROM rounds ORDER BY 1").fetchall()
             names = connection.sql("SELECT DISTINCT unit_id, policy_fingerprint FROM sequences ORDER BY 1").fetchall()
         assert rows == [("u1", None), ("u2", 3)] and names == [("u1", None), ("u2", "p-1")]
+        present.compact()
+
+
+def test_a_store_of_version_1_reads_and_takes_sequences_with_a_source(tmp_path):
+    schemas = {"sequences": older(SEQUENCES, "source"), "rounds": ROUNDS}
+    past = TrajectoryStore(tmp_path, schemas)
+    past.begin("run", "tiny", DATASET)
+    for table in schemas:
+        past_log = DeltaTable(tmp_path / table)
+        past_log.alter.set_table_properties({"graft.schemaVersion": "1"}, raise_if_not_exists=False)
+    past.commit(write_older_unit(past, schemas, "u1"), "run", 1)
+    assert run_query(tmp_path, "SELECT DISTINCT source FROM sequences").to_pylist() == [{"source": None}]
+
+    present, key = TrajectoryStore(tmp_path), UnitKey(unit_id="u2", attempt="a", run_id="served")
+    seq = present.begin("served", "tiny", DATASET)
+    traffic = dataclasses.replace(PROVENANCE, source="traffic")
+    present.commit(present.write_unit(key, traffic, [make_sequence("s", 1)], [make_round("s", 0)]), "served", seq)
+    present.commit(write_unit(present, "u3", "new"), "run", present.begin("run", "tiny", DATASET))
+    assert DeltaTable(tmp_path / "sequences").metadata().configuration["graft.schemaVersion"] == str(SCHEMA_VERSION)
+    for _ in ("as written", "compacted"):
+        found = run_query(tmp_path, "SELECT DISTINCT unit_id, source FROM sequences ORDER BY 1").to_pylist()
+        assert [row["source"] for row in found] == [None, "traffic", "collect"]
+        sources = {row["run_id"]: row["sources"] for row in run_query(tmp_path, "runs").to_pylist()}
+        assert sources == {"run": "collect", "served": "traffic"}
         present.compact()
 
 
