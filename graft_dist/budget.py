@@ -216,6 +216,31 @@ class PiecewiseCalibration:
 
 
 @dataclass(frozen=True)
+class StateCalibration:
+    """Probabilities by path score and state: a curve over `score + weights . [conf, degen, hist]`.
+
+    A path score is shifted by what the state says, then read off the curve as `PiecewiseCalibration` does; so the
+    chance never falls with the score, nor against the sign of its weight with any part of the state.
+    """
+
+    weights: tuple[float, float, float]  # of conf, degen and hist
+    scores: tuple[float, ...]  # shifted scores, rising
+    chances: tuple[float, ...]  # between 0 and 1, never falling
+    first_hist: float = 2.0  # stands for `hist` in a sequence's first round
+
+    needs_state = True
+
+    def __post_init__(self) -> None:
+        PiecewiseCalibration(self.scores, self.chances)  # the same rules
+
+    def probabilities(self, scores: npt.NDArray[np.float32], state: DraftState) -> FloatArray:
+        """Return the curve at the shifted `scores`."""
+        hist = state.hist if state.hist > 0 else self.first_hist
+        shift = float(np.dot(self.weights, (state.conf, state.degen, hist)))
+        return np.interp(scores.astype(np.float64) + shift, self.scores, self.chances)
+
+
+@dataclass(frozen=True)
 class AcceptanceGain:
     """`G(B) = 1 + sum of the first B nodes' acceptance probabilities`; with raw ones this is CaDDTree's."""
 

@@ -10,8 +10,9 @@ drafter's hidden size, h width of the scorer, G size of a projected token, R ran
 
 from __future__ import annotations
 
+import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -293,11 +294,41 @@ def fold_projection(network: TdesNetwork, projection: torch.Tensor) -> TdesNetwo
     config = network.config
     if config.gate_rank == 0 or projection.shape[1] != config.hidden_size:
         raise PolicyError(f"a projection to {projection.shape[1]} numbers does not fit a gate for {config.hidden_size}")
-    fields = {name: getattr(config, name) for name in TdesConfig.__dataclass_fields__}
-    whole = TdesNetwork(TdesConfig(**{**fields, "hidden_size": projection.shape[0]}))
+    whole = TdesNetwork(replace(config, hidden_size=projection.shape[0]))
     weights = network.state_dict()
     whole.load_state_dict({**weights, "gate_hidden": weights["gate_hidden"] @ projection.float().T})
     return whole
+
+
+def unfold_projection(network: TdesNetwork, projection: torch.Tensor) -> TdesNetwork:
+    """Undo `fold_projection` for a projection [H, H'] with orthonormal columns: a network for projected hidden states.
+
+    What the gate reads outside the projection's span, if it was not fitted through it, is lost.
+    """
+    config = network.config
+    if config.gate_rank == 0 or projection.shape[0] != config.hidden_size:
+        raise PolicyError(f"a projection of {projection.shape[0]} numbers does not fit a gate for {config.hidden_size}")
+    small = TdesNetwork(replace(config, hidden_size=projection.shape[1]))
+    weights = network.state_dict()
+    small.load_state_dict({**weights, "gate_hidden": weights["gate_hidden"] @ projection.float()})
+    return small
+
+
+def hidden_projection(drafter_fingerprint: str, hidden_size: int, num_hidden: int) -> torch.Tensor:
+    """Return the projection [H, H'] through which a drafter's hidden states are recorded: orthonormal columns.
+
+    A function of the drafter alone, so that rounds of all runs with one drafter can be learned from together.
+
+    Raises:
+        PolicyError: `num_hidden` (H') is not between 1 and `hidden_size`.
+    """
+    if not 1 <= num_hidden <= hidden_size:
+        raise PolicyError(f"hidden states of {hidden_size} numbers cannot be projected to {num_hidden}")
+    seed = int.from_bytes(hashlib.sha256(drafter_fingerprint.encode()).digest()[:8], "big")
+    # numpy's generator and float64: the same numbers with every version and on every machine, to rounding.
+    drawn = np.random.default_rng(seed).standard_normal((hidden_size, num_hidden))
+    columns, triangle = np.linalg.qr(drawn)
+    return torch.from_numpy((columns * np.sign(np.diag(triangle))).astype(np.float32))
 
 
 def _known(hidden: torch.Tensor | None) -> torch.Tensor:

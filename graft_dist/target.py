@@ -334,6 +334,16 @@ class Target:
         return self._head(hidden)
 
     @property
+    def embedding_weight(self) -> torch.Tensor:
+        """The input embeddings of the whole vocabulary [V, H]."""
+        return self._embedding.weight
+
+    @property
+    def dtype_name(self) -> str:
+        """The number format as configurations name it: float32 or bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def lm_head_weight(self) -> torch.Tensor:
         """The LM head's matrix [V, H]."""
         return self._head.weight

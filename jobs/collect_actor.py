@@ -16,13 +16,14 @@ from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.dense import dense_rounds
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
+from graft_dist.hardware import describe_hardware
 from graft_dist.prompts import Prompt, render
 from graft_dist.rounds import RoundRecord, SequenceRecord
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from jobs.collector import FATAL_ERRORS, Collector
 from jobs.decode_spec import DecodeSpec
-from jobs.provenance import machine, provenance
+from jobs.provenance import provenance
 from jobs.units import Unit, WorkItem
 from jobs.work import Report
 from storage.schema import Provenance, UnitKey
@@ -116,12 +117,13 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
     dense = None
     if spec.dense and drafter is not None and plan.store is not None:
         dense = partial(_dense, target, drafter, config.num_candidates)
+    made_by = _provenance(spec, models, describe_hardware(target.dtype_name, target.device))
     collector = Collector(
         make_engine=make_engine,
         num_slots=plan.num_slots,
         render=partial(_render, target, spec),
         sampling=spec.sampling,
-        write=None if plan.store is None else _Writer(plan.store, _provenance(spec, models), models.identity(spec)),
+        write=None if plan.store is None else _Writer(plan.store, made_by, models.identity(spec)),
         dense=dense,
         slice_s=plan.slice_s,
     )
@@ -161,7 +163,7 @@ class _Writer:
         return self._store.write_unit(key, self._provenance, sequences, rounds)
 
 
-def _provenance(spec: DecodeSpec, models: ModelInfo) -> Provenance:
+def _provenance(spec: DecodeSpec, models: ModelInfo, hardware: str) -> Provenance:
     return Provenance(
         target=spec.config.slug,
         target_spec=spec.config.target,
@@ -169,18 +171,9 @@ def _provenance(spec: DecodeSpec, models: ModelInfo) -> Provenance:
         drafter_fingerprint=models.drafter_fingerprint,
         policy=spec.policy().name,
         policy_fingerprint=spec.policy_fingerprint(),
-        hardware=describe_hardware(),
+        hardware=hardware,
         software=describe_software(),
     )
-
-
-def describe_hardware() -> str:
-    """The device that timings belong to, such as "Intel(R) Xeon(R) CPU @ 2.60GHz, 1 thread"."""
-    known = machine()
-    if known["gpus"]:
-        return str(known["gpus"][0])
-    threads = known["torch_threads"]
-    return f"{known['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def describe_software() -> str:

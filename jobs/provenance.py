@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from graft_dist.hardware import cpu_name
+
 PACKAGES = ("graft-dist", "torch", "transformers", "numba", "numpy", "ray", "duckdb", "deltalake")
 
 
@@ -40,7 +42,7 @@ def machine() -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "platform": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "num_cpus": os.cpu_count(),
         "memory_gb": _memory_gb(),
         "gpus": gpus,
@@ -70,15 +72,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str | None:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else None
 
 
 def _memory_gb() -> float | None:
