@@ -59,7 +59,7 @@ class TargetConfig(BaseModel):
     trust_remote_code: Annotated[bool, Field(description="true or false")] = False
 
     # How both are loaded.
-    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="float32 or bfloat16")] = "bfloat16"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Field(description="auto, float32 or bfloat16")] = "auto"
     device: Annotated[Literal["auto", "cpu", "cuda"], Field(description="auto, cpu or cuda")] = "auto"
     threads: Annotated[
         int | None, Field(ge=1, le=1024, description="a whole number of CPU threads from 1 to 1024, or null")

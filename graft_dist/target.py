@@ -279,19 +279,21 @@ class Target:
         spec: str,
         *,
         revision: str | None = None,
-        dtype: str = "bfloat16",
+        dtype: str = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
         cache_dir: Path | str | None = None,
     ) -> Target:
         """Load a target: `builtin:smollm2-135m`, a Hugging Face id, or a folder.
 
-        `dtype` is float32 or bfloat16, `device` auto, cpu or cuda. `cache_dir` holds converted built-in targets.
+        `dtype` is float32, bfloat16 or auto (see `fastest_dtype`), `device` auto, cpu or cuda. `cache_dir` holds
+        converted built-in targets.
         Raises TargetError, in one sentence, when the model is not found or cannot be decoded with trees.
         """
-        if dtype not in DTYPES:
-            raise TargetError(f"dtype {dtype!r} is not supported; use {' or '.join(DTYPES)}")
+        if dtype not in ("auto", *DTYPES):
+            raise TargetError(f"dtype {dtype!r} is not supported; use auto, {' or '.join(DTYPES)}")
         place = _device(device)
+        dtype = fastest_dtype(place) if dtype == "auto" else dtype
         where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
         config = read_architecture(spec, cache_dir=cache_dir, **where)
         tokenizer = read_tokenizer(spec, cache_dir=cache_dir, **where)
@@ -311,6 +313,11 @@ class Target:
         target = cls(spec, model.eval().requires_grad_(False), tokenizer)
         target.check()
         return target
+
+    @property
+    def dtype_name(self) -> str:
+        """What the weights are in: float32 or bfloat16."""
+        return str(self.dtype).removeprefix("torch.")
 
     def new_cache(self, max_slots: int, max_length: int, limit_bytes: int | None = None) -> SlotCache:
         """Return an empty KV cache of this model's shape."""
@@ -485,6 +492,21 @@ def _device(name: str) -> torch.device:
         raise TargetError("device cuda was asked for, but PyTorch sees no CUDA device; use cpu or auto")
     is_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     return torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+
+
+def fastest_dtype(device: torch.device) -> str:
+    """What `auto` stands for: bfloat16 where the device multiplies it natively, else float32.
+
+    bfloat16 halves the bytes that a round reads. A CPU without vector instructions for it (x86 before AVX-512) runs
+    PyTorch's scalar fallback instead, which takes about ten times as long as float32 for the rows of a tree.
+    """
+    if device.type == "cuda":
+        is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        # Whether oneDNN has bfloat16 kernels for this CPU; builds without oneDNN have none.
+        ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+        is_native = ask is not None and bool(ask())
+    return "bfloat16" if is_native else "float32"
 
 
 def _first_line(error: Exception) -> str:

@@ -46,7 +46,7 @@ def run_audit(
     reference = Reference.load(config, target, params)
     rule = TieRule(target.dtype, near_tie)
     print(
-        f"{config.target} in {config.dtype}: {len(requests)} prompts, up to {params.max_new_tokens} tokens, "
+        f"{config.target} in {target.dtype_name}: {len(requests)} prompts, up to {params.max_new_tokens} tokens, "
         f"{slots} at a time, temperature {params.temperature:g}, against transformers' generate",
         flush=True,
     )

@@ -133,6 +133,7 @@ def _settings(
         "prompts_sha256": hashlib.sha256(listed).hexdigest(),
         "num_prompts": len(prompts),
         "target_fingerprint": target.fingerprint,
+        "dtype": target.dtype_name,
         "drafter_fingerprint": drafter.fingerprint if drafter else None,
         "threads": torch.get_num_threads(),
         "cpu": machine()["cpu"],

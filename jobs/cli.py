@@ -44,6 +44,7 @@ INTERRUPTED = 130
 class DtypeName(StrEnum):
     """Number formats that a target is computed in."""
 
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
 

@@ -126,7 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--commit-interval", type=float, default=30.0, metavar="S", help="or after so many seconds (30)")
     add("--max-attempts", type=count, default=3, metavar="N", help="tries of a unit before it is set aside (3)")
     add("--progress-interval", type=float, default=10.0, metavar="S", help="seconds between progress lines (10)")
-    add("--dtype", choices=("float32", "bfloat16"), help="of both models' weights (default: the configuration's)")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="of both models' weights (default: the configuration's)",
+    )
     return parser
 
 

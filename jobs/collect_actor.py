@@ -49,10 +49,11 @@ class ModelInfo:
     tokenizer_sha256: str
     drafter_fingerprint: str | None
     draft_depth: int  # 0 without a drafter
+    dtype: str  # float32 or bfloat16, also where the configuration says auto
 
     def identity(self, spec: DecodeSpec) -> str:
         """The run's identity: see `DecodeSpec.identity`. Also its run id in the store."""
-        return spec.identity(self.target_fingerprint, self.drafter_fingerprint)
+        return spec.identity(self.target_fingerprint, self.drafter_fingerprint, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
         target.tokenizer_sha256,
         None if drafter is None else drafter.fingerprint,
         0 if drafter is None else drafter.draft_depth,
+        target.dtype_name,
     )
     make_engine = partial(
         new_engine,

@@ -98,7 +98,7 @@ def _actor_plan(request: CollectRequest, store: TrajectoryStore | None) -> Actor
 
 def _models_line(models: ModelInfo) -> str:
     drafter = "no drafter" if models.drafter_fingerprint is None else f"drafter {models.drafter_fingerprint[:12]}"
-    return f"target {models.target_fingerprint[:12]}, {drafter}"
+    return f"target {models.target_fingerprint[:12]} in {models.dtype}, {drafter}"
 
 
 def _work(

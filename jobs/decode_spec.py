@@ -83,10 +83,11 @@ class DecodeSpec:
         """A short hash of the policy."""
         return digest(self.policy_json())
 
-    def identity(self, target_fingerprint: str, drafter_fingerprint: str | None) -> str:
+    def identity(self, target_fingerprint: str, drafter_fingerprint: str | None, dtype: str) -> str:
         """A short hash of everything that decides the recorded sequences, the prompts excepted.
 
-        The models count by their content, not by their names, so a retrained drafter under an old name is another run.
+        The models count by their content, not by their names, so a retrained drafter under an old name is another run;
+        `dtype` is what they were really loaded in.
         The number of actors and slots does not count: it changes timings only.
 
         """
@@ -95,7 +96,7 @@ class DecodeSpec:
             {
                 "target": target_fingerprint,
                 "drafter": drafter_fingerprint,
-                "dtype": config.dtype,
+                "dtype": dtype,
                 "system_prompt": config.system_prompt,
                 "enable_thinking": config.enable_thinking,
                 "max_length": config.max_length,

@@ -156,7 +156,7 @@ class RayPool:
             if other.info is not None and other.info.models != info.models:
                 raise ConfigError(
                     f"two actors loaded different models: {other.info.models} on {other.info.host}, "
-                    f"{info.models} on {info.host}; pin the revisions in the configuration"
+                    f"{info.models} on {info.host}; pin the revisions and the dtype in the configuration"
                 )
 
 

@@ -30,7 +30,7 @@ def refusal(folder: Path, text: str) -> str:
 def test_minimal_file_takes_the_defaults(tmp_path: Path) -> None:
     config = load_config(write(tmp_path, MINIMAL))
     assert config == TargetConfig(target="builtin:smollm2-135m", drafter="builtin:smollm2-135m")
-    assert (config.dtype, config.device, config.max_length, config.max_slots) == ("bfloat16", "auto", 2048, 8)
+    assert (config.dtype, config.device, config.max_length, config.max_slots) == ("auto", "auto", 2048, 8)
     assert (config.num_candidates, config.budget, config.budgets) == (16, 16, (8, 16, 32, 64))
     assert (config.resources.num_cpus, config.resources.num_gpus, config.resources.num_actors) == (1.0, 0.0, 1)
     assert config.system_prompt is None and config.enable_thinking is None and config.threads is None
@@ -129,7 +129,7 @@ def test_folders_are_told_from_hub_ids() -> None:
         ("resources: {num_gpu: 1}", ["unknown key resources.num_gpu", "did you mean num_gpus?"]),
         ("resources: {num_actors: 0}", ["resources.num_actors is 0", "a whole number from 1 to 4096"]),
         ("resources: 3", ["resources is 3", "num_cpus, num_gpus and num_actors"]),
-        ("dtype: float16", ["dtype is 'float16'", "float32 or bfloat16"]),
+        ("dtype: float16", ["dtype is 'float16'", "auto, float32 or bfloat16"]),
         ("device: mps", ["device is 'mps'", "auto, cpu or cuda"]),
         ("max_slots: 0", ["max_slots is 0", "a whole number from 1 to 1024"]),
         ("max_slots: '8'", ["max_slots is '8'", "a whole number"]),

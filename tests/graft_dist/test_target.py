@@ -17,6 +17,7 @@ from graft_dist.errors import TargetError
 from graft_dist.target import (
     Target,
     _convert,
+    fastest_dtype,
     greedy_tokens,
     locate,
     read_architecture,
@@ -91,12 +92,22 @@ def test_chunked_prefill(chunk: int, tiny_llama: Target) -> None:
 
 
 def test_bfloat16(tiny_folder: Callable) -> None:
-    target = Target.load(str(tiny_folder("llama")), device="cpu")
+    target = Target.load(str(tiny_folder("llama")), dtype="bfloat16", device="cpu")
     assert target.dtype == torch.bfloat16
     cache = target.new_cache(1, 20)
     cache.add()
     assert target.prefill([5, 6, 7], cache, 0, (1,)).logits.dtype == torch.bfloat16
     assert cache.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("has_kernels", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_takes_bfloat16_where_the_processor_multiplies_it(
+    has_kernels: bool, dtype: torch.dtype, tiny_folder: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_kernels)
+    target = Target.load(str(tiny_folder("llama")), device="cpu")
+    assert target.dtype == dtype
+    assert target.dtype_name == fastest_dtype(torch.device("cpu")) == str(dtype).removeprefix("torch.")
 
 
 def test_taps_do_not_stay_on_the_model(tiny_llama: Target) -> None:
@@ -200,7 +211,7 @@ def _capped(forward: Callable) -> Callable:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float16"}, "float32 or bfloat16"),
+        ({"dtype": "float16"}, "auto, float32 or bfloat16"),
         ({"device": "tpu"}, "auto, cpu or cuda"),
     ],
 )

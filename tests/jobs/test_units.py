@@ -77,19 +77,19 @@ def test_a_bad_line_becomes_one_item_with_its_reason() -> None:
 
 
 def test_the_identity_is_made_of_content_and_not_of_timing() -> None:
-    identity = GREEDY.identity("target", "drafter")
-    assert identity == replace(GREEDY, seed=7, num_samples=1).identity("target", "drafter")
+    identity = GREEDY.identity("target", "drafter", "float32")
+    assert identity == replace(GREEDY, seed=7, num_samples=1).identity("target", "drafter", "float32")
     others = [
-        GREEDY.identity("another target", "drafter"),
-        GREEDY.identity("target", "another drafter"),
-        replace(GREEDY, budget=9).identity("target", "drafter"),
-        replace(GREEDY, budgets=(0, 4)).identity("target", "drafter"),
-        replace(GREEDY, dense=True).identity("target", "drafter"),
-        replace(GREEDY, method="plain").identity("target", None),
-        replace(GREEDY, sampling=SamplingParams(max_new_tokens=5)).identity("target", "drafter"),
-        SAMPLED.identity("target", "drafter"),
-        replace(SAMPLED, seed=7).identity("target", "drafter"),
-        replace(GREEDY, config=CONFIG.model_copy(update={"dtype": "float32"})).identity("target", "drafter"),
+        GREEDY.identity("another target", "drafter", "float32"),
+        GREEDY.identity("target", "another drafter", "float32"),
+        replace(GREEDY, budget=9).identity("target", "drafter", "float32"),
+        replace(GREEDY, budgets=(0, 4)).identity("target", "drafter", "float32"),
+        replace(GREEDY, dense=True).identity("target", "drafter", "float32"),
+        replace(GREEDY, method="plain").identity("target", None, "float32"),
+        replace(GREEDY, sampling=SamplingParams(max_new_tokens=5)).identity("target", "drafter", "float32"),
+        SAMPLED.identity("target", "drafter", "float32"),
+        replace(SAMPLED, seed=7).identity("target", "drafter", "float32"),
+        GREEDY.identity("target", "drafter", "bfloat16"),
     ]
     assert len({identity, *others}) == 11
 
