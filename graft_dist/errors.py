@@ -6,7 +6,8 @@
     ├── DrafterError   a drafter checkpoint that is broken, of another kind, or does not fit its target
     ├── PromptError    a prompt source that cannot be read, or a prompt that cannot be rendered
     ├── PolicyError    a decoding policy that does not exist or contradicts itself
-    └── StoreError     a trajectory store that cannot be opened, read or written
+    ├── StoreError     a trajectory store that cannot be opened, read or written
+    └── RegistryError  a registry of policies that cannot be reached, or does not hold what was asked for
 
 Each message is one sentence: what is wrong (the name and the value), and what is allowed or what to do. Commands catch
 `GraftError`, print the sentence and exit with code 2. The first five are also a `ValueError`, so that code which knows
@@ -40,3 +41,7 @@ class PolicyError(GraftError, ValueError):
 
 class StoreError(GraftError):
     """The trajectory store cannot be opened, read or written as asked."""
+
+
+class RegistryError(GraftError):
+    """The registry of policies cannot be reached, does not hold what was asked for, or refuses."""

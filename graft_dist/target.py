@@ -26,6 +26,9 @@ from typing import Any
 import numpy as np
 import platformdirs
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import safe_open
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -230,6 +233,26 @@ def read_tokenizer(
         raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
 
 
+def read_embeddings(spec: str, *, revision: str | None = None, cache_dir: Path | str | None = None) -> torch.Tensor:
+    """The input embeddings [V, H] of a target, alone and as they are stored, without loading the rest of its weights.
+
+    Raises TargetError when they are not found.
+    """
+    folder = Path(locate(spec, cache_dir))
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(spec, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if name.endswith("embed_tokens.weight"):
+                    weight: torch.Tensor = file.get_tensor(name)
+                    return weight
+    raise TargetError(f"target {spec!r} has no tensor embed_tokens.weight in a safetensors file")
+
+
 def check_taps(spec: str, num_layers: int, tap_layers: Sequence[int]) -> None:
     """Raise TargetError unless every id is a decoder layer of the target before its last.
 
@@ -344,11 +367,6 @@ class Target:
     def embedding_weight(self) -> torch.Tensor:
         """The input embeddings of the whole vocabulary [V, H]."""
         return self._embedding.weight
-
-    @property
-    def dtype_name(self) -> str:
-        """The number format as configurations name it: float32 or bfloat16."""
-        return str(self.dtype).removeprefix("torch.")
 
     @property
     def lm_head_weight(self) -> torch.Tensor:

@@ -72,6 +72,10 @@ class ReplayFormat(StrEnum):
     json = "json"
 
 
+Tracking = Annotated[
+    str | None,
+    typer.Option(help="MLflow server or sqlite:////FILE; default: MLFLOW_TRACKING_URI, else a file of the user's."),
+]
 Store = Annotated[str, typer.Option(help="Trajectory store: a folder or a file:// URI.")]
 Config = Annotated[str, typer.Option(help="Target to decode with: a YAML file, or a name that `graft targets` lists.")]
 PromptFile = Annotated[Path, typer.Option(help="JSONL file, one object a line: id, task, turns.")]
@@ -324,6 +328,41 @@ def export(
     from jobs.store_command import run_export
 
     run_export(store, dest)
+
+
+@app.command()
+def policies(
+    config: Annotated[str | None, typer.Option(help="Only those of this target: a YAML file or a name.")] = None,
+    tracking_uri: Tracking = None,
+    format: Annotated[ReplayFormat, typer.Option(help="How to print them.")] = ReplayFormat.table,
+) -> None:
+    """List the learned policies in the MLflow registry, newest first, with their aliases and numbers."""
+    from jobs.registry_command import run_policies
+    from jobs.registry_command import tracking_uri as resolved
+
+    run_policies(None if config is None else load_config(config).slug, resolved(tracking_uri), format.value)
+
+
+@app.command()
+def promote(
+    config: Config,
+    version: Annotated[str, typer.Argument(help="Number of the version, or an alias such as challenger.")],
+    tracking_uri: Tracking = None,
+) -> None:
+    """Make a registered policy the champion; the champion until now is kept as previous."""
+    from jobs.registry_command import run_promote
+    from jobs.registry_command import tracking_uri as resolved
+
+    run_promote(load_config(config).slug, version, resolved(tracking_uri))
+
+
+@app.command()
+def rollback(config: Config, tracking_uri: Tracking = None) -> None:
+    """Make the previous champion the champion again."""
+    from jobs.registry_command import run_rollback
+    from jobs.registry_command import tracking_uri as resolved
+
+    run_rollback(load_config(config).slug, resolved(tracking_uri))
 
 
 @app.command()
