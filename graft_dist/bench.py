@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,12 +21,15 @@ from numpy.typing import NDArray
 
 from graft_dist.errors import PolicyError
 from graft_dist.generate import Answer, Request
-from graft_dist.policy import DecodingPolicy, policy_for
 
 BASELINE = "plain"
 TRANSFORMERS = "hf"
 """The method name of transformers' own greedy `generate`: a check on the baseline, not a decoding policy."""
 FIXED_BUDGETS = {BASELINE: 0, TRANSFORMERS: 0}
+ADAPTIVE_METHODS = ("caddtree", "graft")
+"""Methods that choose each round's budget themselves; their arm's budget is the most that a tree may get."""
+CADDTREE_CAP = 256
+"""High enough that the rule decides and not the cap: with a low cap it never acts."""
 NUM_RESAMPLES = 2000
 BOOTSTRAP_SEED = 0
 ALL_TASKS = "all"
@@ -36,14 +39,18 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing measured: a method at one budget (0 where nothing is drafted, the draft depth for a chain)."""
+    """One thing measured: a method at one budget (0 where nothing is drafted, the draft depth for a chain).
+
+    For `ADAPTIVE_METHODS` the budget is the most nodes that a tree may get.
+    """
 
     method: str
     budget: int
 
     @property
     def name(self) -> str:
-        return self.method if self.method in FIXED_BUDGETS else f"{self.method}-{self.budget}"
+        is_one = self.method in FIXED_BUDGETS or self.method in ADAPTIVE_METHODS
+        return self.method if is_one else f"{self.method}-{self.budget}"
 
 
 @dataclass(frozen=True)
@@ -122,38 +129,32 @@ Decoder = Callable[[Arm, Request], Answer]
 """Answers one request with one arm."""
 
 
-def expand_arms(methods: Sequence[str], budgets: Sequence[int], draft_depth: int) -> list[Arm]:
+def expand_arms(
+    methods: Sequence[str], budgets: Sequence[int], draft_depth: int, caps: Mapping[str, int] | None = None
+) -> list[Arm]:
     """The arms of some methods in their order: one for each budget where a method takes budgets. Repeats are dropped.
 
-    Raises `PolicyError` for no or impossible budgets.
+    `caps` gives the most nodes of a tree for adaptive methods. Raises `PolicyError` for no or impossible budgets.
     """
     if not budgets or min(budgets) < 1:
         raise PolicyError(f"budgets are {list(budgets)}, allowed is a list of whole numbers from 1")
-    arms: list[Arm] = []
-    for method in methods:
-        if method in FIXED_BUDGETS:
-            own = [FIXED_BUDGETS[method]]
-        else:
-            own = [draft_depth] if method == "chain" else list(budgets)
-        arms += [Arm(method, budget) for budget in own]
+    alone = {**FIXED_BUDGETS, "chain": draft_depth, "caddtree": CADDTREE_CAP, **(caps or {})}
+    arms = [Arm(method, budget) for method in methods for budget in ([alone[method]] if method in alone else budgets)]
     return list(dict.fromkeys(arms))
 
 
-def arms_for(methods: Sequence[str], budgets: Sequence[int], draft_depth: int) -> list[Arm]:
+def arms_for(
+    methods: Sequence[str], budgets: Sequence[int], draft_depth: int, caps: Mapping[str, int] | None = None
+) -> list[Arm]:
     """The arms of a benchmark, plain decoding first. Raises `PolicyError` if that baseline is missing."""
     check_baseline(methods)
-    return expand_arms([BASELINE, *methods], budgets, draft_depth)
+    return expand_arms([BASELINE, *methods], budgets, draft_depth, caps)
 
 
 def check_baseline(methods: Sequence[str]) -> None:
     """Raise `PolicyError` if plain decoding, which all are compared with, is not among the methods."""
     if BASELINE not in methods:
         raise PolicyError(f"speed is compared with plain decoding: add {BASELINE} to the methods {', '.join(methods)}")
-
-
-def policy_of(arm: Arm, num_candidates: int) -> DecodingPolicy:
-    """The policy that decodes an arm; a chain always runs to the draft depth."""
-    return policy_for(arm.method, budget=None if arm.method == "chain" else arm.budget, num_candidates=num_candidates)
 
 
 def rotated(arms: Sequence[Arm], turn: int) -> list[Arm]:

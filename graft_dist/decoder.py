@@ -5,7 +5,7 @@ from __future__ import annotations
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import DFlashDrafter, checkpoint_folder
 from graft_dist.engine import Engine
-from graft_dist.policy import METHODS, DecodingPolicy
+from graft_dist.policy import ALL_METHODS, DecodingPolicy
 from graft_dist.target import Target
 
 UNDRAFTED_METHODS = ("plain",)
@@ -40,7 +40,7 @@ def load_decoder(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDra
 
 def needs_drafter(*methods: str) -> bool:
     """Whether any of the methods drafts."""
-    return any(method in METHODS and method not in UNDRAFTED_METHODS for method in methods)
+    return any(method in ALL_METHODS and method not in UNDRAFTED_METHODS for method in methods)
 
 
 def new_engine(

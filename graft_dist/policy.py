@@ -138,7 +138,14 @@ def policy_for(
         return (
             caddtree(cost, num_candidates=num_candidates) if budget is None else caddtree(cost, budget, num_candidates)
         )
-    raise PolicyError(f"unknown method {method!r}: choose one of {', '.join(ALL_METHODS)}")
+    check_method(method)
+    raise PolicyError(f"method {method!r} needs a learned policy")
+
+
+def check_method(method: str) -> None:
+    """Raise `PolicyError` unless a method of that name exists."""
+    if method not in ALL_METHODS:
+        raise PolicyError(f"unknown method {method!r}: choose one of {', '.join(ALL_METHODS)}")
 
 
 @dataclass(frozen=True)

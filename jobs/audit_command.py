@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from graft_dist.audit import ArmReport, Difference, Kind, TieRule, audit_answers
-from graft_dist.bench import BASELINE, expand_arms, policy_of
+from graft_dist.bench import BASELINE, expand_arms
 from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.generate import answer_all
 from graft_dist.prompts import BadPrompt, Prompt
 from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
-from jobs.generate_command import report_failures, to_requests
+from jobs.bench_command import caps_of, policy_of
+from jobs.generate_command import new_maker, report_failures, to_requests
 from jobs.out_file import check_out_file, to_json, write_aside
+from jobs.policy_option import Learned
 from jobs.provenance import provenance
 
 
-def run_audit(
+def run_audit(  # noqa: PLR0913 - one argument is one option of the command
     config: TargetConfig,
     prompts: Sequence[Prompt | BadPrompt],
     methods: Sequence[str],
@@ -29,13 +31,15 @@ def run_audit(
     slots: int,
     near_tie: float,
     out: Path | None,
+    learned: Learned,
 ) -> int:
     """Audit the methods; returns the exit code: 0 if all are lossless, 1 for a bug, a failed prompt, an empty test."""
     if out is not None:
         check_out_file(out)
     target, drafter = load_decoder(config, *methods)
-    arms = expand_arms(methods, budgets, drafter.draft_depth if drafter else 0)
-    policies = [policy_of(arm, config.num_candidates) for arm in arms]
+    arms = expand_arms(methods, budgets, drafter.draft_depth if drafter else 0, caps_of(learned))
+    maker = new_maker(config, target, drafter, learned)
+    policies = [policy_of(arm, maker) for arm in arms]
     max_budget = max(arm.budget for arm in arms)
     engine = new_engine(config, target, drafter, policies[0], max_slots=slots, max_budget=max_budget)
     requests, failed = to_requests(prompts, target.tokenizer, config)
@@ -61,6 +65,7 @@ def run_audit(
     exit_code = report_failures(failed)
     if out is not None:
         settings = {"config": config.model_dump(mode="json"), "sampling": asdict(params), "slots": slots}
+        settings["policy_fingerprint"] = learned.fingerprint
         content = {"settings": settings, **provenance(), "reports": [asdict(report) for report in reports]}
         write_aside(out, to_json(content))
     return 0 if exit_code == 0 and all(report.passed for report in reports) else 1

@@ -22,7 +22,6 @@ from graft_dist.bench import (
     SummaryRow,
     arms_for,
     check_baseline,
-    policy_of,
     run_prompts,
 )
 from graft_dist.config import TargetConfig
@@ -30,13 +29,15 @@ from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.errors import PolicyError
 from graft_dist.generate import Answer, Request, answer_all, failed_answer
-from graft_dist.policy import plain
+from graft_dist.policy import COSTED_METHODS, DecodingPolicy, plain
+from graft_dist.policy_maker import PolicyMaker
 from graft_dist.prompts import BadPrompt, Prompt
 from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from jobs.bench_folder import BenchFolder
-from jobs.generate_command import report_failures, to_requests
+from jobs.generate_command import new_maker, report_failures, to_requests
+from jobs.policy_option import Learned
 from jobs.provenance import commit, machine, provenance
 
 
@@ -48,6 +49,7 @@ def run_bench(
     params: SamplingParams,
     num_warmup: int,
     out: Path,
+    learned: Learned,
 ) -> int:
     """Measure; returns the exit code: 0, or 1 if some prompt could not be measured on every arm."""
     check_baseline(methods)
@@ -56,11 +58,13 @@ def run_bench(
             f"the method {TRANSFORMERS} is transformers' greedy generate: leave it out above temperature 0"
         )
     target, drafter = load_decoder(config, *methods)
-    arms = arms_for(methods, budgets, drafter.draft_depth if drafter else 0)
+    maker = new_maker(config, target, drafter, learned)
+    arms = arms_for(methods, budgets, drafter.draft_depth if drafter else 0, caps_of(learned))
     folder = BenchFolder(out, arms)
-    folder.open(_settings(config, prompts, arms, params, target, drafter), provenance())
+    settings = _settings(config, prompts, arms, params, target, drafter)
+    folder.open({**settings, "policy_fingerprint": learned.fingerprint}, provenance() | _cost_of(maker, methods))
     requests, failed = to_requests(prompts, target.tokenizer, config)
-    decode = _make_decoder(config, target, drafter, arms, params)
+    decode = _make_decoder(config, target, drafter, arms, params, maker)
     waiting = [(turn, request) for turn, request in enumerate(requests) if request.prompt_id not in folder.done_prompts]
     _warm_up(arms, [request for _, request in waiting[:num_warmup]], decode)
     exit_code = report_failures(failed)
@@ -77,12 +81,29 @@ def run_bench(
     return exit_code
 
 
+def policy_of(arm: Arm, maker: PolicyMaker) -> DecodingPolicy:
+    """The policy that decodes an arm; a chain always runs to the draft depth."""
+    return maker.make(arm.method, None if arm.method == "chain" else arm.budget)
+
+
+def caps_of(learned: Learned) -> dict[str, int]:
+    """The most nodes of the learned policy's trees."""
+    return {} if learned.policy is None else {"graft": learned.policy.max_budget}
+
+
+def _cost_of(maker: PolicyMaker, methods: Sequence[str]) -> dict[str, Any]:
+    """The cost curve that budgets were chosen with, for people; measured here if need be, before anything is timed."""
+    is_needed = any(method in (*COSTED_METHODS, "graft") for method in methods)
+    return {"cost": asdict(maker.cost)} if is_needed else {}
+
+
 def _make_decoder(
     config: TargetConfig,
     target: Target,
     drafter: DFlashDrafter | None,
     arms: Sequence[Arm],
     params: SamplingParams,
+    maker: PolicyMaker,
 ) -> Decoder:
     """One engine of one slot whose policy is swapped between the arms that draft.
 
@@ -90,7 +111,7 @@ def _make_decoder(
     """
     engine = new_engine(config, target, drafter, plain(), max_slots=1, max_budget=max(arm.budget for arm in arms))
     plain_engine = new_engine(config, target, None, plain(), max_slots=1)
-    policies = {arm: policy_of(arm, config.num_candidates) for arm in arms if arm.method != TRANSFORMERS}
+    policies = {arm: policy_of(arm, maker) for arm in arms if arm.method != TRANSFORMERS}
     is_asked = any(arm.method == TRANSFORMERS for arm in arms)
     reference = Reference.load(config, target, params) if is_asked else None
 

@@ -80,7 +80,17 @@ Store = Annotated[str, typer.Option(help="Trajectory store: a folder or a file:/
 Config = Annotated[str, typer.Option(help="Target to decode with: a YAML file, or a name that `graft targets` lists.")]
 PromptFile = Annotated[Path, typer.Option(help="JSONL file, one object a line: id, task, turns.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")]
-Methods = Annotated[str, typer.Option(help="Comma-separated: plain, chain, ddtree.")]
+Methods = Annotated[str, typer.Option(help="Comma-separated: plain, chain, ddtree, caddtree, graft, graft-fixed.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="<folder>", help="Learned policy for graft and graft-fixed; default: the target's shipped one."
+    ),
+]
+Cost = Annotated[
+    Path | None,
+    typer.Option(help="JSON object from budgets to milliseconds of a round; default: the policy's, else measured."),
+]
 Budgets = Annotated[
     str | None, typer.Option(help="Comma-separated numbers of draft nodes per round, for methods that take a budget.")
 ]
@@ -106,9 +116,15 @@ def generate(
     prompt: Annotated[str | None, typer.Option(help="Text to answer.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts to answer instead.")] = None,
     method: Annotated[
-        str, typer.Option(help="plain, chain or ddtree: how to decode; the text is the same.")
+        str,
+        typer.Option(help="How to decode, the text is the same: plain, chain, ddtree, caddtree, graft or graft-fixed."),
     ] = "ddtree",
-    budget: Annotated[int | None, typer.Option(min=0, help="Draft nodes per round; default: the config's.")] = None,
+    budget: Annotated[
+        int | None,
+        typer.Option(min=0, help="Draft nodes per round; default: the config's. At most, where the method chooses."),
+    ] = None,
+    policy: Policy = None,
+    cost: Cost = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -138,11 +154,12 @@ def generate(
     if (prompt is None) == (prompts is None):
         raise PromptError("give either --prompt TEXT or --prompts FILE.jsonl")
     found = _one_prompt(prompt) if prompt is not None else _read_prompts(prompts, limit)
-    from graft_dist.policy import policy_for
+    from graft_dist.policy import check_method
+    from jobs.policy_option import read_learned
 
-    policy = policy_for(method, budget=_budget(method, budget, settings), num_candidates=settings.num_candidates)
-    if budget is not None:
-        settings = settings.model_copy(update={"budget": budget})  # the engine makes room for the configured budgets
+    check_method(method)
+    nodes = _budget(method, budget, settings)
+    learned = read_learned(policy, cost, [method], settings)
     params = _sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -160,7 +177,7 @@ def generate(
     _prepare_torch(settings, threads)
     from jobs.generate_command import run_generate
 
-    raise typer.Exit(run_generate(settings, found, policy, params, out, slots))
+    raise typer.Exit(run_generate(settings, found, method, nodes, params, out, slots, learned))
 
 
 @app.command()
@@ -169,6 +186,8 @@ def audit(
     prompts: PromptFile,
     methods: Methods = "plain,chain,ddtree",
     budgets: Budgets = None,
+    policy: Policy = None,
+    cost: Cost = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -206,10 +225,13 @@ def audit(
         frequency_penalty=frequency_penalty,
         seed=seed,
     )
+    from jobs.policy_option import read_learned
+
+    learned = read_learned(policy, cost, names, settings)
     _prepare_torch(settings, threads)
     from jobs.audit_command import run_audit
 
-    raise typer.Exit(run_audit(settings, found, names, chosen, params, slots, near_tie, out))
+    raise typer.Exit(run_audit(settings, found, names, chosen, params, slots, near_tie, out, learned))
 
 
 @app.command()
@@ -218,9 +240,14 @@ def bench(
     prompts: PromptFile,
     out: Annotated[Path, typer.Option(help="Folder for rows and summary; an interrupted run there is continued.")],
     methods: Annotated[
-        str, typer.Option(help="Comma-separated: plain, chain, ddtree; hf is transformers' own greedy generate.")
+        str,
+        typer.Option(
+            help="Comma-separated: plain, chain, ddtree, caddtree, graft, graft-fixed; hf is transformers' generate."
+        ),
     ] = "plain,chain,ddtree",
     budgets: Budgets = None,
+    policy: Policy = None,
+    cost: Cost = None,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -242,10 +269,13 @@ def bench(
     params = _sampling(
         max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
     )
+    from jobs.policy_option import read_learned
+
+    learned = read_learned(policy, cost, names, settings)
     _prepare_torch(settings, threads)
     from jobs.bench_command import run_bench
 
-    raise typer.Exit(run_bench(settings, found, names, chosen, params, warmup, out))
+    raise typer.Exit(run_bench(settings, found, names, chosen, params, warmup, out, learned))
 
 
 @app.command()
@@ -411,9 +441,9 @@ def _one_prompt(text: str) -> list[Prompt | BadPrompt]:
 
 
 def _methods(listed: str, extra: tuple[str, ...] = ()) -> list[str]:
-    from graft_dist.policy import METHODS
+    from graft_dist.policy import ALL_METHODS
 
-    allowed = (*METHODS, *extra)
+    allowed = (*ALL_METHODS, *extra)
     names = [name.strip() for name in listed.split(",")]
     for name in names:
         if name not in allowed:
@@ -434,7 +464,7 @@ def _budgets(listed: str | None, default: list[int]) -> list[int]:
 
 
 def _budget(method: str, budget: int | None, settings: TargetConfig) -> int | None:
-    if method == "ddtree" and budget is None:
+    if method in ("ddtree", "graft-fixed") and budget is None:
         return settings.budget
     if budget is not None and budget > 4096:
         raise PolicyError(f"--budget is {budget}, allowed is a whole number up to 4096")

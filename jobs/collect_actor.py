@@ -119,7 +119,7 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
     dense = None
     if spec.dense and drafter is not None and plan.store is not None:
         dense = partial(_dense, target, drafter, config.num_candidates)
-    made_by = _provenance(spec, models, describe_hardware(target.dtype_name, target.device))
+    made_by = _provenance(spec, models, describe_hardware(models.dtype, target.device))
     collector = Collector(
         make_engine=make_engine,
         num_slots=plan.num_slots,

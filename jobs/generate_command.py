@@ -9,21 +9,26 @@ from pathlib import Path
 
 from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_decoder, new_engine
+from graft_dist.drafter import DFlashDrafter
 from graft_dist.errors import GraftError
 from graft_dist.generate import Answer, Request, answer_all, failed_answer, to_request
-from graft_dist.policy import DecodingPolicy
+from graft_dist.policy_maker import PolicyMaker
 from graft_dist.prompts import BadPrompt, ChatTokenizer, Prompt
 from graft_dist.sampling import SamplingParams
+from graft_dist.target import Target
 from jobs.out_file import check_out_file, write_aside
+from jobs.policy_option import Learned
 
 
 def run_generate(
     config: TargetConfig,
     prompts: Sequence[Prompt | BadPrompt],
-    policy: DecodingPolicy,
+    method: str,
+    budget: int | None,
     params: SamplingParams,
     out: Path | None,
     slots: int,
+    learned: Learned,
 ) -> int:
     """Answer the prompts; returns the exit code: 0, or 1 if some prompt could not be answered.
 
@@ -31,8 +36,13 @@ def run_generate(
     """
     if out is not None:
         check_out_file(out)
-    target, drafter = load_decoder(config, policy.name)
-    engine = new_engine(config, target, drafter, policy, max_slots=1 if out is None else slots)
+    target, drafter = load_decoder(config, method)
+    policy = new_maker(config, target, drafter, learned).make(method, budget)
+    # Under a memory limit the engine makes room for the largest tree: the budget asked for, or the policy's own.
+    largest = max(
+        config.budget, *config.budgets, budget or 0, 0 if learned.policy is None else learned.policy.max_budget
+    )
+    engine = new_engine(config, target, drafter, policy, max_slots=1 if out is None else slots, max_budget=largest)
     requests, answers = to_requests(prompts, target.tokenizer, config)
     if out is None:
         printer = _Printer(several=len(prompts) > 1)
@@ -43,6 +53,18 @@ def run_generate(
         rows = [json.dumps(by_id[prompt.id].to_row(), ensure_ascii=False) for prompt in prompts]
         write_aside(out, "".join(f"{row}\n" for row in rows))
     return report_failures(answers)
+
+
+def new_maker(config: TargetConfig, target: Target, drafter: DFlashDrafter | None, learned: Learned) -> PolicyMaker:
+    """What makes the policies of a command's methods; measuring costs is said on stderr."""
+    return PolicyMaker(
+        target,
+        drafter,
+        config.num_candidates,
+        learned=learned.policy,
+        cost=learned.cost,
+        say=lambda line: print(f"graft: {line}", file=sys.stderr, flush=True),
+    )
 
 
 def report_failures(answers: Sequence[Answer]) -> int:

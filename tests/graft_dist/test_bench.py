@@ -42,6 +42,13 @@ def test_arms_put_the_baseline_first_and_give_each_budget_its_own_arm() -> None:
     assert [arm.name for arm in arms] == ["plain", "chain-7", "ddtree-8", "ddtree-16", "hf"]
 
 
+def test_methods_that_choose_budgets_have_one_arm() -> None:
+    methods = ["plain", "caddtree", "graft", "graft-fixed"]
+    arms = arms_for(methods, [8, 16], draft_depth=7, caps={"graft": 64})
+    assert [arm.name for arm in arms] == ["plain", "caddtree", "graft", "graft-fixed-8", "graft-fixed-16"]
+    assert [arm.budget for arm in arms] == [0, 256, 64, 8, 16]
+
+
 def test_arms_without_the_baseline_or_with_a_zero_budget_are_refused() -> None:
     with pytest.raises(PolicyError, match="add plain"):
         arms_for(["ddtree"], [8], draft_depth=7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from graft_dist.cost_curve import line
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.edge_scorer import TdesConfig, TdesNetwork, TdesScorer
 from graft_dist.engine import Engine
-from graft_dist.policy import DecodingPolicy, caddtree, chain, ddtree, exploring, plain
+from graft_dist.policy import DecodingPolicy, GraftPolicy, caddtree, chain, ddtree, exploring, plain
 from graft_dist.rounds import RoundRecord
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from tests.conftest import MODEL_TYPES, FakeDrafter
+from tests.graft_dist.policies import make_policy, random_network
 from tests.graft_dist.test_drafter import tiny_model
 
 
@@ -158,6 +160,28 @@ def test_learned_scores_and_budgets_are_plain(tiny_llama: Target) -> None:
             budgets = {record.budget for per in records for record in per}
             assert len(budgets) > 1 and (policy.name != "resting" or 0 in budgets), "the budgets never changed"
             assert sum(len(record.accepted) for per in records for record in per) > 0
+
+
+@pytest.mark.parametrize("gate_rank", [0, 2])
+def test_a_saved_policy_is_plain(gate_rank: int, tiny_llama: Target, tmp_path: Path) -> None:
+    """Random weights, from disk: alone and with joint budgets in a batch, greedy and sampled."""
+    requests = [
+        (prompt, SamplingParams(max_new_tokens=24, temperature=temperature, seed=4, ignore_eos=True))
+        for prompt in prompts(tiny_llama.vocab_size, lengths=(7, 3))
+        for temperature in (0.0, 1.0)
+    ]
+    expected = decode(tiny_llama, None, plain(), requests)[0]
+    drafter = FakeDrafter(tiny_llama, [p + e for (p, _), e in zip(requests, expected, strict=True)])
+    network = random_network(tiny_llama.hidden_size, drafter.draft_depth, tiny_llama.hidden_size if gate_rank else 0)
+    fitting = {"target_fingerprint": tiny_llama.fingerprint, "drafter_fingerprint": drafter.fingerprint}
+    folder = make_policy(network, **fitting).save(tmp_path / "policy")
+    for max_slots in (1, 4):
+        policy = GraftPolicy.load(folder).decoding_policy(tiny_llama, drafter, line(10.0, 11.0, 0.3, "hand"))
+        got, _, records = decode(tiny_llama, drafter, policy, requests, max_slots=max_slots, record=True)
+        assert got == expected, max_slots
+        assert sum(len(record.accepted) for per in records for record in per) > 0
+        together = [[per[index].budget for per in records] for index in range(3)]
+        assert max(len(set(budgets)) for budgets in together) > 1, "slots of one round have budgets of their own"
 
 
 def test_mixed_batch(tiny_llama: Target) -> None:

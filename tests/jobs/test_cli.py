@@ -12,14 +12,16 @@ import pytest
 import torch
 import typer
 
-from graft_dist.drafter import DFlashModel, DrafterConfig, save_drafter
+from graft_dist.drafter import DFlashDrafter, DFlashModel, DrafterConfig, save_drafter
 from graft_dist.engine import Engine
 from graft_dist.generate import Answer, Request
+from graft_dist.policy import GraftPolicy
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from jobs import audit_command, cli
 from jobs.out_file import write_aside
 from storage import TrajectoryStore
+from tests.graft_dist.policies import make_policy, random_network
 from tests.storage.records import DATASET, write_unit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,11 +30,11 @@ SAMPLING = "--max-new-tokens --temperature --top-p --top-k --min-p --seed"
 PENALTIES = "--repetition-penalty --presence-penalty --frequency-penalty"
 LOADING = "--threads --dtype --device --drafter"
 SURFACE = {
-    "generate": "--config --prompt --prompts --method --budget --stop --stop-token-id --ignore-eos --out --limit "
-    f"--slots {SAMPLING} {PENALTIES} {LOADING}",
-    "audit": "--config --prompts --methods --budgets --near-tie --out --limit --slots "
+    "generate": "--config --prompt --prompts --method --budget --policy --cost --stop --stop-token-id --ignore-eos "
+    f"--out --limit --slots {SAMPLING} {PENALTIES} {LOADING}",
+    "audit": "--config --prompts --methods --budgets --policy --cost --near-tie --out --limit --slots "
     f"{SAMPLING} {PENALTIES} {LOADING}",
-    "bench": f"--config --prompts --methods --budgets --warmup --out --limit {SAMPLING} {LOADING}",
+    "bench": f"--config --prompts --methods --budgets --policy --cost --warmup --out --limit {SAMPLING} {LOADING}",
     "policies": "--config --tracking-uri --format",
     "promote": "--config --tracking-uri",
     "query": "--store --format",
@@ -107,6 +109,11 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[[str
     config = {"target": str(tiny_folder("llama")), "drafter": str(folder / "drafter"), "dtype": "float32"}
     config |= {"device": "cpu", "max_length": 256, "max_slots": 2, "threads": 1, "budgets": [4, 8]}
     (folder / "tiny.yaml").write_text(json.dumps(config))
+    loaded = DFlashDrafter.load(str(folder / "drafter"), tiny_llama)
+    fitting = {"target_fingerprint": tiny_llama.fingerprint, "drafter_fingerprint": loaded.fingerprint}
+    make_policy(random_network(32, depth=4, gate_hidden=32), **fitting).save(folder / "policy")
+    make_policy(None).save(folder / "foreign")
+    (folder / "cost.json").write_text('{"0": 10, "1": 11, "64": 12}')
     prompts = [{"id": f"p{index}", "task": "ab"[index % 2], "turns": [f"add {index}"]} for index in range(4)]
     lines = [json.dumps(prompt) for prompt in prompts]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
@@ -126,6 +133,14 @@ ERRORS = [
     (["generate", "--config", "{p}/tiny.yaml", "--prompts", "{p}/nowhere.jsonl"], "cannot be read"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompts", "{p}/empty.jsonl"], "holds no prompts"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--method", "tree"], "unknown method 'tree'"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--method", "graft"],
+     "needs a learned policy, and none ships"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--method", "graft", "--policy", "{p}"],
+     "{p} holds no policy.json"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--method", "graft", "--policy", "{p}/foreign"],
+     "the policy was fitted with target tttttttttttt, this target is"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--method", "caddtree", "--cost", "{p}/no.json"],
+     "the cost file {p}/no.json"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--budget", "-1"], "--budget"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--budget", "5000"], "up to 4096"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--top-p", "3"], "top_p must be above 0"),
@@ -158,15 +173,16 @@ def test_mistakes_are_one_sentence_and_exit_code_two(
     write_aside(project / "unknown.yaml", (project / "tiny.yaml").read_text().replace('"budgets"', '"bugdet"'))
     assert cli.run([argument.format(p=project) for argument in arguments]) == 2
     shown = capsys.readouterr()
-    assert sentence in shown.err
+    assert sentence.format(p=project) in shown.err
     assert shown.err.count("\n") == 1 and shown.err.startswith("graft: ")
     assert shown.out == ""
 
 
 def test_generate_prints_the_same_text_with_every_method(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
-    for method in ("plain", "chain", "ddtree"):
-        arguments = ["--prompt", "add", "--method", method, "--max-new-tokens", "9"]
+    learned = ["--policy", f"{project}/policy", "--cost", f"{project}/cost.json"]
+    for method in ("plain", "chain", "ddtree", "caddtree", "graft", "graft-fixed"):
+        arguments = ["--prompt", "add", "--method", method, "--max-new-tokens", "9", *learned]
         assert cli.run(["generate", "--config", f"{project}/tiny.yaml", *arguments]) == 0
         shown = capsys.readouterr()
         texts.append(shown.out)
@@ -234,6 +250,28 @@ def test_audit_of_an_engine_that_errs_fails(
     shown = capsys.readouterr().out
     assert "plain: FAILED: 0 of 1 prompts identical" in shown
     assert "BUG: p0 at output token 2" in shown
+
+
+def test_learned_methods_are_audited_and_measured(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --cost: no policy knows this hardware, so rounds are timed first."""
+    methods = "plain,caddtree,graft,graft-fixed"
+    fixed = ["--config", f"{project}/tiny.yaml", "--prompts", f"{project}/prompts.jsonl", "--methods", methods]
+    fixed += ["--policy", f"{project}/policy", "--max-new-tokens", "6", "--budgets", "3"]
+    assert cli.run(["audit", *fixed, "--slots", "2", "--temperature", "0.8"]) == 0
+    shown = capsys.readouterr()
+    assert "graft: measuring what rounds cost on this machine" in shown.err
+    for arm in ("plain", "caddtree", "graft", "graft-fixed-3"):
+        assert re.search(rf"^{arm}: ok: 4 of 4 prompts identical", shown.out, re.MULTILINE), arm
+    assert cli.run(["bench", *fixed, "--out", str(tmp_path)]) == 0
+    arms = {("plain", 0), ("caddtree", 256), ("graft", 20), ("graft-fixed", 3)}
+    assert {(row["method"], row["budget"]) for row in read_lines(tmp_path / "raw.jsonl")} == arms
+    texts = {(row["prompt_id"], row["output_sha256"]) for row in read_lines(tmp_path / "outputs.jsonl")}
+    assert len(texts) == 4
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["cost"]["source"].startswith("measured before decoding")
+    assert run["settings"]["policy_fingerprint"] == GraftPolicy.load(project / "policy").fingerprint
 
 
 def run_bench(project: Path, out: Path, *more: str) -> int:
