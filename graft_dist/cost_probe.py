@@ -56,7 +56,10 @@ def measure_cost(
             record = _next_round(engine)
             if turn >= _WARM_UP:
                 spent[record.budget].append(_milliseconds(record))
-    timings = [Timing(budget, *np.median(rows, axis=0).tolist(), len(rows)) for budget, rows in sorted(spent.items())]
+    timings = []
+    for budget, rows in sorted(spent.items()):
+        round_ms, undrafted_ms = np.median(rows, axis=0)
+        timings.append(Timing(budget, float(round_ms), float(undrafted_ms), len(rows)))
     hardware = describe_hardware(target.dtype_name, target.device)
     curve = fit_cost_curve(timings, hardware)
     if curve is None:
