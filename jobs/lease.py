@@ -1,0 +1,147 @@
+"""A lease: one run at a time for a name, over all processes and machines that share a folder.
+
+The lease is a file that says who holds it and when the holder last gave a sign of life. A holder that falls silent for
+`stale_after_s` has lost it: the next run takes over, and the old holder, should it wake up, finds out at its next beat
+or `check`. Changes to the file happen under a lock of the operating system that is held for an instant only, so that
+two runs cannot both find a stale lease and take it.
+
+The clocks of machines that share the folder must agree to well within `stale_after_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from graft_dist.errors import GraftError
+
+
+class LeaseHeldError(GraftError):
+    """Another run holds the lease and is alive."""
+
+
+class LeaseLostError(GraftError):
+    """The lease went to another run, since this one gave no sign of life for too long."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lease."""
+
+    token: str  # unique to one acquisition
+    run_id: str
+    host: str
+    pid: int
+    acquired_at: float  # seconds since 1970
+    beat_at: float  # seconds since 1970: the last sign of life
+
+
+class Lease:
+    """One run's claim; see `hold` for the usual way to use it."""
+
+    def __init__(
+        self, path: Path, run_id: str, *, stale_after_s: float = 120.0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.path = path
+        self.run_id = run_id
+        self.stale_after_s = stale_after_s
+        self._clock = clock
+        self._token = uuid.uuid4().hex
+        self._lock = FileLock(path.with_name(path.name + ".lock"))
+
+    def acquire(self) -> Holder | None:
+        """Take the lease; returns the holder it was taken over from, if one had fallen silent.
+
+        Raises `LeaseHeldError` while another run that gives signs of life holds it.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GraftError(f"the folder {self.path.parent} cannot be made ({error.strerror})") from error
+        with self._lock:
+            holder, now = self._read(), self._clock()
+            if holder is not None and holder.token != self._token and now - holder.beat_at < self.stale_after_s:
+                raise LeaseHeldError(
+                    f"run {holder.run_id} is at work (process {holder.pid} on {holder.host}, last sign of life "
+                    f"{max(0.0, now - holder.beat_at):.0f} s ago)"
+                )
+            self._write(Holder(self._token, self.run_id, platform.node(), os.getpid(), now, now))
+        return holder
+
+    def beat(self) -> None:
+        """Give a sign of life. Raises `LeaseLostError` when another run has taken over."""
+        with self._lock:
+            holder = self._read()
+            if holder is None or holder.token != self._token:
+                by = "" if holder is None else f" to run {holder.run_id} on {holder.host}"
+                raise LeaseLostError(f"run {self.run_id} has lost its lease{by}: it was silent for too long")
+            self._write(Holder(**{**asdict(holder), "beat_at": self._clock()}))
+
+    check = beat
+    """What to call before a step that only the holder may do."""
+
+    def release(self) -> None:
+        """Give the lease up, if it is still this run's."""
+        with self._lock:
+            holder = self._read()
+            if holder is not None and holder.token == self._token:
+                self.path.unlink()
+
+    def _read(self) -> Holder | None:
+        """The holder; None without one, or where the file says nothing that can be read."""
+        try:
+            return Holder(**json.loads(self.path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError):
+            return None  # written by nobody of ours: files are renamed into place whole
+
+    def _write(self, holder: Holder) -> None:
+        aside = self.path.with_name(f"{self.path.name}.{self._token}")
+        aside.write_text(json.dumps(asdict(holder)), encoding="utf-8")
+        aside.replace(self.path)
+
+
+@contextmanager
+def hold(lease: Lease, *, wait_s: float = 0.0, beat_s: float = 10.0, poll_s: float = 1.0) -> Iterator[Holder | None]:
+    """Hold the lease for a block of code, with signs of life from a thread of their own.
+
+    Yields the silent holder that it was taken over from, or None. Raises `LeaseHeldError` when another run still holds
+    it after `wait_s` seconds.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            former = lease.acquire()
+            break
+        except LeaseHeldError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(beat_s):
+            # A lost lease is said where it matters, by `check`; a full disk may be empty again at the next beat.
+            with suppress(LeaseLostError, OSError):
+                lease.beat()
+
+    thread = threading.Thread(target=beat, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield former
+    finally:
+        ended.set()
+        thread.join()
+        with suppress(OSError):
+            lease.release()

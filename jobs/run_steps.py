@@ -1,0 +1,99 @@
+"""Steps of a long run, each done once: a run that was killed goes on at the step it was killed in.
+
+A finished step leaves a record, `<number>-<name>.json` in the run's folder, written aside and renamed into place. A
+step that is recorded is skipped and its recorded result used, so a step must be a function of the results before it and
+of what it finds on disk, and may be started again after it was killed anywhere inside.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graft_dist.errors import GraftError
+
+Results = Mapping[str, Any]
+"""What the steps so far have found, by their names."""
+
+
+class StepFailedError(GraftError):
+    """A step did not succeed; names the step."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a step returns to end the run early, with the reason for people."""
+
+    outcome: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. `action` gets the earlier results and returns its own, as JSON has it, or `Ends`."""
+
+    name: str
+    action: Callable[[Results], Any]
+
+
+def run_steps(
+    folder: Path, steps: Sequence[Step], *, check: Callable[[], None], say: Callable[[str], None]
+) -> Results | Ends:
+    """Run the steps that have no record yet, in order; return all results, or what a step ended the run with.
+
+    `check` is called before each step and before each record; it raises when this run must not go on.
+
+    Raises:
+        StepFailedError: a step raised a `GraftError`; the records before it stay.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for number, step in enumerate(steps, start=1):
+        path = folder / f"{number}-{step.name}.json"
+        record = _read(path, step.name)
+        if record is None:
+            check()
+            say(f"step {number} of {len(steps)}: {step.name}")
+            record = _do(step, results)
+            check()
+            _write(path, record)
+        else:
+            say(f"step {number} of {len(steps)}: {step.name} is done already")
+        if "ends" in record:
+            return Ends(**record["ends"])
+        results[step.name] = record["result"]
+    return results
+
+
+def _do(step: Step, results: Results) -> dict[str, Any]:
+    started = time.time()
+    try:
+        result = step.action(results)
+    except GraftError as error:
+        raise StepFailedError(f"failed at step {step.name}: {error}") from error
+    record: dict[str, Any] = {"step": step.name, "started_at": started, "finished_at": time.time()}
+    if isinstance(result, Ends):
+        return {**record, "ends": {"outcome": result.outcome, "reason": result.reason}}
+    return {**record, "result": result}
+
+
+def _read(path: Path, name: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise GraftError(f"{path} is not a step's record ({error}): remove it to repeat the step") from error
+    if not isinstance(record, dict) or record.get("step") != name or not {"result", "ends"} & record.keys():
+        raise GraftError(f"{path} is not the record of a step {name!r}: choose another run id")
+    return record
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    aside = path.with_name(path.name + ".writing")
+    aside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    aside.replace(path)
