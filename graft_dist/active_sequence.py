@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from graft_dist.budget import HISTORY_WINDOW, sequence_key
-from graft_dist.rounds import FinishReason, RoundRecord, SequenceSummary
+from graft_dist.errors import is_device_failure
+from graft_dist.rounds import FinishReason, RoundRecord, RoundTrace, SequenceSummary
 from graft_dist.sampling import SamplingParams, TextStream, TokenChooser, TokenLogprob, token_logprobs, trim
 
 
@@ -31,6 +32,7 @@ class SequenceEvent:
     finish_reason: FinishReason | None = None
     error: str | None = None
     round: RoundRecord | None = None  # None for the first token, and unless recording
+    trace: RoundTrace | None = None  # None for the first token, and for a sequence whose own work failed
     summary: SequenceSummary | None = None  # on the last event
 
 
@@ -48,7 +50,9 @@ class Outcome:
 
 
 def failure(error: Exception) -> Outcome:
-    """The outcome of a sequence whose own work raised."""
+    """The outcome of a sequence whose own work raised; a failing device is nobody's own and is raised again."""
+    if is_device_failure(error):
+        raise error
     return Outcome([], finish_reason="error", error=f"{type(error).__name__}: {error}")
 
 
@@ -158,7 +162,9 @@ class ActiveSequence:
         self._num_accepted += len(outcome.path)
         self.acceptance_lengths = [*self.acceptance_lengths, len(outcome.token_ids)][-HISTORY_WINDOW:]
 
-    def event(self, outcome: Outcome, record: RoundRecord | None = None) -> SequenceEvent:
+    def event(
+        self, outcome: Outcome, record: RoundRecord | None = None, trace: RoundTrace | None = None
+    ) -> SequenceEvent:
         """The event that tells an outcome."""
         return SequenceEvent(
             sequence_id=self.sequence_id,
@@ -168,6 +174,7 @@ class ActiveSequence:
             finish_reason=outcome.finish_reason,
             error=outcome.error,
             round=record,
+            trace=trace,
             summary=None if outcome.finish_reason is None else self._summary(),
         )
 

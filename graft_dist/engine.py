@@ -31,7 +31,7 @@ from graft_dist.draft_tree import DraftTree, ancestor_masks, build_tree, root_tr
 from graft_dist.errors import PolicyError
 from graft_dist.kv_cache import SlotCache
 from graft_dist.policy import DecodingPolicy
-from graft_dist.rounds import Float32Array, Int32Array, RoundRecord
+from graft_dist.rounds import Float32Array, Int32Array, RoundRecord, RoundTrace, is_mismatch
 from graft_dist.sampling import SamplingParams, TokenChooser, Verdict, accept
 from graft_dist.target import Target, TargetOutput, greedy_tokens, tree_mask
 
@@ -81,6 +81,7 @@ class _Draft:
     limits: list[int]
     states: list[DraftState]
     proposal: Proposal | None
+    handed: list[torch.Tensor]  # pending rows [n, F] of each slot that the drafter's cache has got in this round
 
 
 @dataclass(frozen=True)
@@ -247,23 +248,36 @@ class Engine:
         """Read a chunk of waiting prompts, then run one round for every live slot; return what came out.
 
         A sequence whose prompt is read in this step takes part in the round, so it may have two events.
+
+        A failure in one sequence's own work ends that sequence alone, with the reason "error". One that concerns the
+        whole batch is raised: while drafting, building or verifying nothing has been committed, so that `step` may be
+        called again (with another policy, say), and no event is lost.
         """
-        events, self._unsent = self._unsent, []
-        events += self._prefill()
+        self._unsent += self._prefill()
         if not self._live:
-            return events
+            return self._take_unsent()
         batch = list(self._live)
         start = time.perf_counter_ns()
         draft = self._draft(batch)
         drafted = time.perf_counter_ns()
-        trees = self._build(batch, draft)
-        built = time.perf_counter_ns()
-        answers = self._verify(batch, trees)
+        trees: list[DraftTree] = []
+        try:
+            trees = self._build(batch, draft)
+            built = time.perf_counter_ns()
+            answers = self._verify(trees)
+        except Exception as error:
+            self._undo_draft(batch, draft)
+            self._end_failing(batch, trees, error)
+            return self._take_unsent()
         verified = time.perf_counter_ns()
         outcomes = [self._accept(slot, tree, answers) for slot, tree in enumerate(trees)]
         self._commit(batch, answers, outcomes)
         clock = _Clock(start, drafted, built, verified, time.perf_counter_ns())
-        return events + self._finish(_Round(batch, draft, trees, answers, outcomes, clock))
+        return self._take_unsent() + self._finish(_Round(batch, draft, trees, answers, outcomes, clock))
+
+    def _take_unsent(self) -> list[SequenceEvent]:
+        events, self._unsent = self._unsent, []
+        return events
 
     # ---- joining and leaving
 
@@ -343,8 +357,12 @@ class Engine:
                 break
             start = time.perf_counter()
             chunk = sequence.prompt[sequence.num_prefilled : sequence.num_prefilled + num_left]
-            output = self.target.prefill(chunk, self._cache, len(self._live), self._tap_layers)
             num_left -= len(chunk)
+            try:
+                output = self.target.prefill(chunk, self._cache, len(self._live), self._tap_layers)
+            except Exception as error:
+                events.append(self._start_decoding(sequence, failure(error)))
+                continue
             sequence.num_prefilled += len(chunk)
             if self.drafter is not None:
                 sequence.add_pending(output.features[0])
@@ -387,7 +405,7 @@ class Engine:
         limits = self.policy.budget.limits(states)
         if not any(limits):
             self._bound_pending(batch)
-            return _Draft(limits, states, None)
+            return _Draft(limits, states, None, [])
         if self.drafter is None or self._drafter_cache is None:
             raise PolicyError(f"policy {self.policy.name!r} drafts, but the engine has no drafter")
         if self.memory_limit_bytes is not None and max(limits) > self._max_budget:
@@ -397,7 +415,8 @@ class Engine:
             )
         self._catch_up(batch)
         counts = [sequence.num_pending for sequence in batch]
-        features = pad_sequence([sequence.pending() for sequence in batch], batch_first=True)
+        handed = [sequence.pending() for sequence in batch]
+        features = pad_sequence(handed, batch_first=True)
         roots = [sequence.root for sequence in batch]
         num_candidates = min(self.policy.num_candidates, self.target.vocab_size)
         proposal = self.drafter.propose(self._drafter_cache, features, counts, roots, num_candidates)
@@ -405,7 +424,14 @@ class Engine:
             sequence.drop_pending(count)
         if self.policy.budget.needs_state or self.record:
             states = _with_draft(states, proposal)
-        return _Draft(limits, states, proposal)
+        return _Draft(limits, states, proposal, handed)
+
+    def _undo_draft(self, batch: list[ActiveSequence], draft: _Draft) -> None:
+        """Take back what drafting changed, so that the round can be tried again."""
+        for slot, (sequence, rows) in enumerate(zip(batch, draft.handed, strict=bool(draft.handed))):
+            assert self._drafter_cache is not None
+            self._drafter_cache.lengths[slot] -= len(rows)
+            sequence.add_pending(rows)
 
     def _state(self, slot: int, sequence: ActiveSequence) -> DraftState:
         return DraftState(
@@ -475,9 +501,10 @@ class Engine:
 
     # ---- verify
 
-    def _verify(self, batch: list[ActiveSequence], trees: list[DraftTree]) -> _Verified:
-        """Run the target once over all trees, padded to the largest."""
-        target, lengths = self.target, self._cache.lengths[: len(trees)]
+    def _verify(self, trees: list[DraftTree], first: int = 0) -> _Verified:
+        """Run the target once over the trees of the slots from `first` on, padded to the largest."""
+        slots = range(first, first + len(trees))
+        target, lengths = self.target, self._cache.lengths[first : slots.stop]
         sizes = [tree.num_nodes + 1 for tree in trees]
         num_rows = max(sizes)
         width = max(lengths) + num_rows
@@ -490,14 +517,32 @@ class Engine:
             layout[1, slot, : sizes[slot]] += tree.depths
         token_ids, positions, rows = torch.from_numpy(layout).to(target.device, non_blocking=True)
         mask = tree_mask(lengths, ancestor_masks(trees, num_rows), width, target.dtype, target.device, target.groups)
-        self._cache.begin(rows, width)
+        self._cache.begin(rows, width, slots=slots)
         real = np.concatenate([slot * num_rows + np.arange(size) for slot, size in enumerate(sizes)])
         logit_rows = torch.from_numpy(real).to(target.device, non_blocking=True)
         output = target.forward(token_ids, positions, mask, self._cache, self._tap_layers, logit_rows)
         argmax = None
-        if any(sequence.is_argmax for sequence in batch):
+        if any(self._live[slot].is_argmax for slot in slots):
             argmax = greedy_tokens(output.logits).to(torch.int32).cpu().numpy()
         return _Verified(output, [0, *np.cumsum(sizes)[:-1].tolist()], argmax)
+
+    def _end_failing(self, batch: list[ActiveSequence], trees: list[DraftTree], error: Exception) -> None:
+        """After a failed round: end the sequences whose verification fails alone, too. Raises if there is none.
+
+        The others lose nothing but this round.
+        """
+        failed: list[tuple[ActiveSequence, Exception]] = []
+        for slot, tree in enumerate(trees):
+            try:
+                self._verify([tree], slot)
+            except Exception as alone:
+                failed.append((batch[slot], alone))
+        if not failed:
+            raise error
+        outcomes = [(sequence, failure(alone)) for sequence, alone in failed]
+        for sequence, outcome in outcomes:
+            self._release(sequence)
+            self._unsent.append(sequence.event(outcome))
 
     # ---- accept
 
@@ -538,15 +583,17 @@ class Engine:
     def _finish(self, done: _Round) -> list[SequenceEvent]:
         """Count the round, free the slots of sequences that ended, and tell what happened."""
         records = _records(done, self.policy.num_candidates) if self.record else [None] * len(done.batch)
+        traces = _traces(done)
         stages_s = np.array(done.clock.stages_ns) / 1e9
         events = []
-        for sequence, tree, outcome, record in zip(done.batch, done.trees, done.outcomes, records, strict=True):
+        each = zip(done.batch, done.trees, done.outcomes, records, traces, strict=True)
+        for sequence, tree, outcome, record, trace in each:
             if outcome.finish_reason != "error":
                 sequence.count_round(tree.num_nodes, outcome)
             sequence.stages_s += stages_s
             if outcome.finish_reason is not None:
                 self._release(sequence)
-            events.append(sequence.event(outcome, record))
+            events.append(sequence.event(outcome, record, trace))
         return events
 
 
@@ -566,6 +613,38 @@ def _path_logits(sequence: ActiveSequence, logits: torch.Tensor, verdict: Verdic
     if sequence.params.logprobs is None:
         return None
     return logits[torch.tensor([0, *verdict.path], device=logits.device)]
+
+
+def _traces(done: _Round) -> list[RoundTrace | None]:
+    """One trace per slot; None for a sequence whose own work failed."""
+    num_rows = sum(tree.num_nodes + 1 for tree in done.trees)
+    return [
+        None if outcome.finish_reason == "error" else _slot_trace(done, slot, num_rows)
+        for slot, outcome in enumerate(done.outcomes)
+    ]
+
+
+def _slot_trace(done: _Round, slot: int, num_rows: int) -> RoundTrace:
+    tree, outcome = done.trees[slot], done.outcomes[slot]
+    last = outcome.path[-1] if outcome.path else 0
+    has_bonus = len(outcome.token_ids) > len(outcome.path)
+    draft_ns, build_ns, verify_ns, commit_ns = done.clock.stages_ns
+    return RoundTrace(
+        round_index=done.draft.states[slot].round_index,
+        budget=tree.num_nodes,
+        tree_tokens=tree.tokens,
+        tree_parents=tree.parents,
+        tree_depths=tree.depths,
+        accepted=np.array(outcome.path, np.int32),
+        num_tokens=len(outcome.token_ids),
+        is_mismatch=has_bonus and is_mismatch(tree.tokens, tree.depths, last, outcome.token_ids[-1]),
+        draft_ns=draft_ns,
+        build_ns=build_ns,
+        verify_ns=verify_ns,
+        commit_ns=commit_ns,
+        batch_size=len(done.batch),
+        batch_rows=num_rows,
+    )
 
 
 def _records(done: _Round, num_candidates: int) -> list[RoundRecord | None]:

@@ -45,3 +45,15 @@ class StoreError(GraftError):
 
 class RegistryError(GraftError):
     """The registry of policies cannot be reached, does not hold what was asked for, or refuses."""
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether an exception says that the accelerator itself has failed, after which no work on it can succeed.
+
+    Running out of memory is not one: smaller work may still fit.
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "OutOfMemoryError" in kinds:
+        return False
+    text = str(error)
+    return "AcceleratorError" in kinds or "CUDA error" in text or "device-side assert" in text

@@ -24,6 +24,11 @@ def _no_tokens() -> Int32Array:
     return np.zeros(0, np.int32)
 
 
+def is_mismatch(tree_tokens: Int32Array, tree_depths: Int32Array, last: int, wanted: int) -> bool:
+    """Whether a walk that stopped at node `last` would have gone on under another parent: `wanted` is at that depth."""
+    return bool(np.any((tree_depths == tree_depths[last] + 1) & (tree_tokens == wanted)))
+
+
 @dataclass(frozen=True, eq=False)
 class RoundRecord:
     """One round of one sequence: what was drafted, what was verified, what the target wanted, what was kept.
@@ -66,8 +71,7 @@ class RoundRecord:
         if self.num_tokens <= len(self.accepted) or len(self.tree_tokens) == 0:
             return False
         last = int(self.accepted[-1]) if len(self.accepted) else 0
-        wanted, depth = self.target_tokens[last], self.tree_depths[last] + 1
-        return bool(np.any((self.tree_depths == depth) & (self.tree_tokens == wanted)))
+        return is_mismatch(self.tree_tokens, self.tree_depths, last, int(self.target_tokens[last]))
 
     @property
     def emitted_tokens(self) -> list[int]:
@@ -77,6 +81,29 @@ class RoundRecord:
         last = int(self.accepted[-1]) if len(self.accepted) else 0
         tokens = [*self.tree_tokens[self.accepted].tolist(), int(self.target_tokens[last])]
         return tokens[: self.num_tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class RoundTrace:
+    """What a round did to one sequence, in numbers that are there anyway: every round's event carries one.
+
+    The part of `RoundRecord` that watching a decoder needs, under the same names; learning needs the rest.
+    """
+
+    round_index: int  # 0 for the first round of the sequence
+    budget: int  # number of nodes verified, root not counted
+    tree_tokens: Int32Array  # [N], root included
+    tree_parents: Int32Array  # [N], -1 at the root
+    tree_depths: Int32Array  # [N], 0 at the root
+    accepted: Int32Array  # [A], node indices of the accepted path, root excluded
+    num_tokens: int  # acceptance length: A + 1, or A when the sequence ended inside the path
+    is_mismatch: bool  # the walk stopped although the wanted token sat at that depth under another parent
+    draft_ns: int  # wall time of the batch's round, shared by all its sequences
+    build_ns: int
+    verify_ns: int
+    commit_ns: int
+    batch_size: int  # live slots in the round
+    batch_rows: int  # rows verified in the round over all slots, padding excluded
 
 
 @dataclass(frozen=True)
