@@ -396,6 +396,41 @@ def rollback(config: Config, tracking_uri: Tracking = None) -> None:
 
 
 @app.command()
+def serve(
+    config: Config,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines as well.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of the decoder, each with its share of the CPUs.")] = 1,
+    policy: Annotated[
+        str | None, typer.Option(help="Folder of a learned policy; default: draft trees with a measured budget.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="Comma-separated: what a request may ask for by itself; empty for nothing.")
+    ] = "plain,ddtree,graft",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each replica.")] = None,
+    address: Annotated[
+        str | None, typer.Option(help="Dashboard of a running Ray cluster to serve on; default: start one here.")
+    ] = None,
+    api_keys_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line; default: no key.")] = None,
+) -> None:
+    """Serve a target behind an OpenAI-compatible endpoint until Ctrl-C."""
+    from jobs.serve_command import ServeRequest, run_serve
+
+    request = ServeRequest(
+        config=config,
+        host=host,
+        port=port,
+        replicas=replicas,
+        policy=policy,
+        methods=_served_methods(methods),
+        threads=threads,
+        address=address,
+        api_keys_file=api_keys_file,
+    )
+    raise typer.Exit(run_serve(request))
+
+
+@app.command()
 def targets() -> None:
     """List the targets that come with the project."""
     for file in sorted(targets_folder().glob("*.yaml")):
@@ -449,6 +484,14 @@ def _methods(listed: str, extra: tuple[str, ...] = ()) -> list[str]:
         if name not in allowed:
             raise PolicyError(f"unknown method {name!r} in --methods: choose from {', '.join(allowed)}")
     return list(dict.fromkeys(names))
+
+
+def _served_methods(listed: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in listed.split(",") if name.strip())
+    for name in names:
+        if name not in ("plain", "ddtree", "graft"):
+            raise PolicyError(f"unknown method {name!r} in --methods: choose from plain, ddtree, graft")
+    return names
 
 
 def _budgets(listed: str | None, default: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ interpreter.
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ FORBIDDEN = {
     "storage": {"ray", "fastapi", "starlette", "jobs", "serve"},
     "jobs": {"serve"},
 }  # fmt: skip
+
+# The `graft` command stands above everything: its modules may import the serving application, jobs may not.
+COMMANDS = re.compile(r"jobs/(cli|\w+_command)\.py")
 
 # What a fresh interpreter must not hold after importing the whole library, whoever imported it. (torch and
 # transformers bring HTTP clients of their own, so those are only forbidden as import statements above.)
@@ -65,7 +69,7 @@ def test_import_statements(package: str) -> None:
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for path in source_files(package)
         for line, name in imported_names(ast.parse(path.read_text(encoding="utf-8")))
-        if name in FORBIDDEN[package]
+        if name in FORBIDDEN[package] and not COMMANDS.fullmatch(path.relative_to(ROOT).as_posix())
     ]
     assert wrong == []
 

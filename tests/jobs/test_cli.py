@@ -40,6 +40,7 @@ SURFACE = {
     "query": "--store --format",
     "replay": "--store --scorer --policy --budgets --target --task --prompts --held-out --cost --format",
     "rollback": "--config --tracking-uri",
+    "serve": "--config --host --port --replicas --policy --methods --threads --address --api-keys-file",
     "store compact": "--store --orphan-age-hours",
     "store export": "--store --dest",
     "store vacuum": "--store --retention-hours",

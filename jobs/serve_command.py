@@ -1,0 +1,156 @@
+"""`graft serve`: one target behind an OpenAI-compatible endpoint on this machine, until Ctrl-C.
+
+Without a Ray cluster it starts one (`RayHead`); the application is deployed as `serve deploy` would, so that
+`graft promote --address` and Ray's own tools work with it. What it started, it stops.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from graft_dist.config import TargetConfig, load_config
+from graft_dist.errors import ConfigError, GraftError
+from jobs.ray_head import RayHead
+from serve import applications
+
+START_TIMEOUT_S = 900.0
+"""How long models may take to load."""
+
+STOP_TIMEOUT_S = 130.0
+"""How long running requests may take at the end; a little longer than a replica's own `drain_timeout_s`."""
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """What `graft serve` was asked for."""
+
+    config: str
+    host: str
+    port: int
+    replicas: int
+    policy: str | None  # a folder, or "builtin:NAME"
+    methods: tuple[str, ...]
+    threads: int | None
+    address: str | None  # of a cluster's dashboard; None: start a cluster here
+    api_keys_file: Path | None
+
+
+def run_serve(request: ServeRequest) -> int:
+    """Deploy, print where it is, wait for Ctrl-C (or SIGTERM), take it down.
+
+    Returns the exit code: 0, or 130 when it was interrupted before it served.
+    """
+    settings = load_config(request.config)  # before anything is started
+    if request.api_keys_file is not None and not request.api_keys_file.is_file():
+        raise ConfigError(f"there is no file of API keys {request.api_keys_file}")
+    name, is_serving = settings.slug, False
+    signals = {number: signal.signal(number, _on_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with ExitStack() as stack:
+            address = request.address or _start_ray(stack)
+            _say(f"loading {settings.target} ...")
+            stack.callback(_take_down, address, name)
+            options = {"host": request.host, "port": request.port, "request_timeout_s": None}
+            applications.deploy(address, _application(request, settings), http_options=options)
+            applications.wait_until_running(address, name, START_TIMEOUT_S)
+            is_serving = True
+            _say_where(request, name, address)
+            while True:
+                time.sleep(3600)
+    except _Stop:
+        return 0 if is_serving else 130
+    finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
+
+
+class _Stop(BaseException):
+    """Somebody wants the server to end. Not an `Exception`: nothing on the way may take it for a failure."""
+
+
+def _on_stop(number: int, frame: FrameType | None) -> None:
+    # Once: what follows takes everything down, and must not be interrupted half-way by an impatient second Ctrl-C.
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise _Stop
+
+
+def _start_ray(stack: ExitStack) -> str:
+    """Start a head on this machine, which ends with `stack`. Returns its dashboard's address."""
+    num_cpus = os.cpu_count() or 1
+    _say(f"starting Ray on this machine ({num_cpus} CPUs) ...")
+    # Replicas import what this process imports, also from a checkout that is not installed.
+    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return stack.enter_context(RayHead(num_cpus=num_cpus, environment=environment)).dashboard_url
+
+
+def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any]:
+    """The application as a Serve config describes it."""
+    file = Path(request.config).expanduser()
+    args: dict[str, Any] = {
+        "config": str(file.resolve()) if file.is_file() else request.config,
+        "replicas": request.replicas,
+        "methods": list(request.methods),
+    }
+    if request.address is None:
+        # This machine is ours: its processors are shared out among the replicas.
+        share = max(1, (os.cpu_count() or 1) // request.replicas)
+        args["num_cpus"] = (os.cpu_count() or 1) / request.replicas
+        args["threads"] = request.threads or settings.threads or share
+    elif request.threads is not None:
+        args["threads"] = request.threads
+    if request.api_keys_file is not None:
+        args["api_keys_file"] = str(request.api_keys_file.resolve())
+    pin = None if request.policy is None else {"folder": _folder(request.policy)}
+    return {
+        "name": settings.slug,
+        "route_prefix": "/",
+        "import_path": applications.IMPORT_PATH,
+        "args": args,
+        "deployments": [{"name": applications.DEPLOYMENT, "user_config": {"policy": pin}}],
+    }
+
+
+def _folder(policy: str) -> str:
+    if policy.startswith("builtin:"):
+        return policy
+    folder = Path(policy).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"there is no policy folder {policy}")
+    return str(folder.resolve())
+
+
+def _say_where(request: ServeRequest, name: str, address: str) -> None:
+    host = "127.0.0.1" if request.host == "0.0.0.0" else request.host
+    url = f"http://{host}:{request.port}"
+    print(f"{name} is served at {url}/v1 (health: {url}/healthz)", flush=True)
+    print(f"Ray dashboard: {address}", flush=True)
+    print("Ctrl-C ends it.", flush=True)
+
+
+def _take_down(address: str, name: str) -> None:
+    """Take the application down and wait until its requests have finished."""
+    _say("stopping; running requests may finish ...")
+    try:
+        applications.remove(address, name)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while any(one.name == name for one in applications.list_applications(address)):
+            if time.monotonic() > deadline:
+                _say(f"requests still run after {STOP_TIMEOUT_S:.0f} s; they are cut")
+                return
+            time.sleep(0.3)
+    except GraftError as error:
+        _say(f"the application could not be taken down: {error}")
+
+
+def _say(text: str) -> None:
+    print(f"graft: {text}", file=sys.stderr, flush=True)

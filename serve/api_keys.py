@@ -1,0 +1,56 @@
+"""`ApiKeys`: who may use the API. Keys are kept as hashes, compared in constant time, and never logged."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from graft_dist.errors import ConfigError
+from serve import errors
+
+
+class ApiKeys:
+    """The valid keys; without any, everybody may."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [_digest(key) for key in keys]
+
+    @classmethod
+    def load(cls, file: str | None, variable: str | None) -> ApiKeys:
+        """Read keys from a file (one a line, # starts a comment) or an environment variable (commas between them).
+
+        Raises:
+            ConfigError: the file cannot be read, the variable is not set, or there is no key in it.
+        """
+        if file is not None:
+            try:
+                lines = Path(file).read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"the file of API keys {file} cannot be read ({error})") from error
+            keys = [line.split("#")[0].strip() for line in lines]
+        elif variable is not None:
+            keys = [key.strip() for key in os.environ.get(variable, "").split(",")]
+        else:
+            return cls([])
+        found = [key for key in keys if key]
+        if not found:
+            raise ConfigError(f"there is no API key in {file or variable}: nobody could use the server")
+        return cls(found)
+
+    def check(self, authorization: str | None) -> None:
+        """Raise `ApiError` 401 unless the header `Authorization: Bearer KEY` has a valid key."""
+        if not self._digests:
+            return
+        kind, _, key = (authorization or "").partition(" ")
+        sent = _digest(key.strip())
+        # All of them, always: the time must not tell which key comes near.
+        matches = [hmac.compare_digest(sent, digest) for digest in self._digests]
+        if kind.lower() != "bearer" or not any(matches):
+            raise errors.unauthorized()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

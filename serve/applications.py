@@ -1,0 +1,198 @@
+"""Running Serve applications of a cluster, seen through its dashboard: which there are, and the policy each is to use.
+
+Speaks HTTP with the dashboard (`http://HEAD:8265`) and imports neither Ray nor models. Serve's REST interface replaces
+everything at once: an application that is missing from a `PUT` is deleted. So changes go onto what is there now.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graft_dist.config import load_config
+from graft_dist.errors import ConfigError, GraftError
+from serve.serve_args import PolicyPin, UserConfig
+
+IMPORT_PATH = "serve.app:build"
+"""What an application of ours is built by."""
+
+DEPLOYMENT = "Decoder"
+"""The name of its deployment."""
+
+_PATH = "/api/serve/applications/"
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class ServedApplication:
+    """One of our applications on a cluster."""
+
+    name: str
+    status: str  # Serve's: DEPLOYING, RUNNING, DEPLOY_FAILED, UNHEALTHY, ...
+    message: str  # Serve's reason, where it gives one
+    route_prefix: str | None
+    target_config: str  # the target's YAML file, as its args name it
+    policy: PolicyPin | None
+    num_running: int  # replicas that serve
+
+    def serves(self, slug: str) -> bool:
+        """Whether it serves the target of that name. An unreadable configuration counts as another target."""
+        try:
+            return load_config(self.target_config).slug == slug
+        except ConfigError:
+            return False
+
+
+def list_applications(address: str, token: str | None = None) -> list[ServedApplication]:
+    """Our applications on the cluster whose dashboard is at `address`; others are left out.
+
+    Raises:
+        ConfigError: nobody answers at the address, or not a Ray dashboard.
+    """
+    details = _request(address, "GET", token=token)
+    return [
+        _application(name, entry)
+        for name, entry in details.get("applications", {}).items()
+        if _config_of(entry).get("import_path") == IMPORT_PATH
+    ]
+
+
+def set_policy(address: str, name: str, policy: PolicyPin | None, token: str | None = None) -> None:
+    """Tell an application which policy to use. Its replicas swap between two rounds; nothing restarts.
+
+    Returns once Serve has taken the configuration; what the replicas made of it is in their /healthz.
+
+    Raises:
+        ConfigError: no such application, one that was not deployed from a configuration, or the address is wrong.
+    """
+    details = _request(address, "GET", token=token)
+    entry = details.get("applications", {}).get(name)
+    if entry is None:
+        there = ", ".join(details.get("applications", {})) or "none"
+        raise ConfigError(f"there is no application {name!r} at {address}; there are: {there}")
+    if _config_of(entry).get("import_path") != IMPORT_PATH:
+        raise ConfigError(f"the application {name!r} was not deployed with import_path {IMPORT_PATH}")
+    application = dict(_config_of(entry))
+    deployments = [dict(deployment) for deployment in application.get("deployments") or []]
+    own = next((deployment for deployment in deployments if deployment["name"] == DEPLOYMENT), None)
+    if own is None:
+        own = {"name": DEPLOYMENT}
+        deployments.append(own)
+    own["user_config"] = UserConfig(policy=policy).model_dump(mode="json")
+    application["deployments"] = deployments
+    deploy(address, application, token)
+
+
+def deploy(
+    address: str,
+    application: Mapping[str, Any],
+    token: str | None = None,
+    http_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Add an application to those that run, or replace the one of its name; the others stay as they are.
+
+    Raises:
+        ConfigError: Serve refuses the configuration, or the address is wrong.
+    """
+    details = _request(address, "GET", token=token)
+    kept = [
+        _config_of(entry)
+        for name, entry in details.get("applications", {}).items()
+        if name != application["name"] and _config_of(entry)
+    ]
+    config: dict[str, Any] = {"applications": [*kept, dict(application)]}
+    if details.get("proxy_location"):
+        config["proxy_location"] = details["proxy_location"]
+    options = http_options or details.get("http_options")
+    if options:
+        config["http_options"] = dict(options)
+    _request(address, "PUT", config, token)
+
+
+def remove(address: str, name: str, token: str | None = None) -> None:
+    """Take an application down; its running requests finish first. Nothing happens if it is not there.
+
+    Raises:
+        ConfigError: the address is wrong.
+    """
+    details = _request(address, "GET", token=token)
+    applications = details.get("applications", {})
+    if name not in applications:
+        return
+    kept = [_config_of(entry) for other, entry in applications.items() if other != name and _config_of(entry)]
+    config: dict[str, Any] = {"applications": kept}
+    for key in ("proxy_location", "http_options"):
+        if details.get(key):
+            config[key] = details[key]
+    _request(address, "PUT", config, token)
+
+
+def wait_until_running(address: str, name: str, timeout_s: float, token: str | None = None) -> ServedApplication:
+    """Wait until an application serves.
+
+    Raises:
+        GraftError: it could not be deployed, with Serve's reason, or takes longer than `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = next((one for one in list_applications(address, token) if one.name == name), None)
+        status = "NOT_STARTED" if found is None else found.status
+        if found is not None and status == "RUNNING":
+            return found
+        if status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            assert found is not None
+            raise GraftError(f"the application {name!r} could not be deployed: {_last_line(found.message)}")
+        if time.monotonic() > deadline:
+            raise GraftError(f"the application {name!r} is still {status} after {timeout_s:.0f} s")
+        time.sleep(0.5)
+
+
+def _application(name: str, entry: Mapping[str, Any]) -> ServedApplication:
+    deployment = entry.get("deployments", {}).get(DEPLOYMENT, {})
+    replicas = deployment.get("replicas", [])
+    config = _config_of(entry)
+    wanted = (deployment.get("deployment_config") or {}).get("user_config")
+    return ServedApplication(
+        name=name,
+        status=entry.get("status", "NOT_STARTED"),
+        message=entry.get("message", ""),
+        route_prefix=entry.get("route_prefix"),
+        target_config=str((config.get("args") or {}).get("config", "")),
+        policy=UserConfig.model_validate(wanted or {}).policy,
+        num_running=sum(replica.get("state") == "RUNNING" for replica in replicas),
+    )
+
+
+def _config_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration an application was deployed from; empty for one that was run from Python."""
+    return dict(entry.get("deployed_app_config") or {})
+
+
+def _request(address: str, method: str, content: Any = None, token: str | None = None) -> dict[str, Any]:
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"{address!r} is no dashboard address: it looks like http://127.0.0.1:8265")
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    data = None if content is None else json.dumps(content).encode()
+    request = urllib.request.Request(address.rstrip("/") + _PATH, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            body = response.read()
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace")
+        raise ConfigError(f"the Ray dashboard at {address} refuses ({error.code}): {_last_line(reason)}") from error
+    except OSError as error:
+        raise ConfigError(f"no Ray dashboard answers at {address} ({error})") from error
+    try:
+        return dict(json.loads(body)) if body else {}
+    except ValueError as error:
+        raise ConfigError(f"what answers at {address} is no Ray dashboard") from error
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"

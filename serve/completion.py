@@ -1,0 +1,300 @@
+"""`Completion`: one request to a completion endpoint, from its body to the last byte of its answer.
+
+Submits the request's sequences, follows their events, makes JSON or server-sent events of them, and leaves nothing
+behind however it ends: whoever holds one calls `close`, which takes its sequences out of the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from graft_dist.counter_random import hash_counters
+from serve import errors
+from serve.answer import Answer, Endpoint
+from serve.decode_thread import RequestStream, Streamed
+from serve.errors import ApiError
+from serve.observer import Outcome, RequestReport, Submission
+from serve.openai_api import ChatRequest, CompletionRequest
+from serve.round_view import RoundViewer
+from serve.service import Service, new_seed
+
+CLIENT_LEFT = 499
+"""The status under which a request is counted whose client has left."""
+
+logger = logging.getLogger("ray.serve")
+
+
+class Completion:
+    """One request. Made when it arrives; `start`, then either `whole` or `events`; `close` in any case."""
+
+    def __init__(self, service: Service, endpoint: Endpoint, request_id: str) -> None:
+        self.request_id = request_id
+        self.is_streamed = False
+        self._service = service
+        self._endpoint: Endpoint = endpoint
+        self._arrived = time.monotonic()
+        self._created = int(time.time())
+        self._id = ("chatcmpl-" if endpoint == "chat" else "cmpl-") + uuid.uuid4().hex
+        self._request: ChatRequest | CompletionRequest
+        self._prompts: list[list[int]] = []
+        self._answers: list[Answer] = []
+        self._viewers: list[RoundViewer] = []
+        self._stream: RequestStream | None = None
+        self._policy = service.decode.active
+        self._last_token: float | None = None
+        self._first_token_s: float | None = None
+        self._gaps_s: list[float] = []
+        self._is_closed = False
+
+    # ---- beginning
+
+    async def start(self, request: ChatRequest | CompletionRequest) -> None:
+        """Check the request and queue its sequences. Raises `ApiError`."""
+        self._request = request
+        self.is_streamed = request.stream
+        if request.model != self._service.model:
+            raise errors.unknown_model(request.model, self._service.model)
+        if request.graft.method is not None and request.graft.method not in self._service.decode.active.methods:
+            allowed = ", ".join(self._service.decode.active.methods) or "none"
+            raise errors.bad_request(
+                f"method {request.graft.method!r} cannot be chosen here; allowed: {allowed}", "graft.method"
+            )
+        self._prompts = await self._token_ids(request)
+        limit = self._service.decode.limit
+        if len(self._prompts) * request.n > limit:
+            raise errors.bad_request(
+                f"{len(self._prompts) * request.n} answers are asked for at once, this server takes {limit}", "n"
+            )
+        await self._make_answers(request)
+        self._submit(request)
+
+    async def _token_ids(self, request: ChatRequest | CompletionRequest) -> list[list[int]]:
+        if isinstance(request, ChatRequest):
+            roles = {"developer": "system"}
+            messages = [{"role": roles.get(turn.role, turn.role), "content": turn.text} for turn in request.messages]
+            try:
+                return [await self._service.render(messages)]
+            except ValueError as error:
+                raise errors.bad_request(str(error), "messages") from error
+        return [await self._service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+
+    async def _make_answers(self, request: ChatRequest | CompletionRequest) -> None:
+        echoes = [""] * len(self._prompts)
+        if isinstance(request, CompletionRequest) and request.echo:
+            echoes = [await self._echo(prompt) for prompt in self._prompts]
+        texts = self._service.token_texts
+        self._answers = [
+            Answer(number * request.n + choice, self._endpoint, texts, echoes[number])
+            for number in range(len(self._prompts))
+            for choice in range(request.n)
+        ]
+        if request.graft.rounds:
+            self._viewers = [RoundViewer(texts) for _ in self._answers]
+
+    async def _echo(self, prompt: list[int]) -> str:
+        try:
+            return await self._service.decode_text(prompt)
+        except ValueError as error:
+            raise errors.bad_request(str(error), "prompt") from error
+
+    def _submit(self, request: ChatRequest | CompletionRequest) -> None:
+        seed = new_seed() if request.seed is None else request.seed
+        submissions = [
+            Submission(
+                sequence_id=self._service.decode.new_sequence_id(self.request_id),
+                request_id=self.request_id,
+                prompt_token_ids=prompt,
+                # The first choice has the request's own seed, the others seeds derived from it.
+                params=request.sampling(
+                    self._room(prompt), hash_counters(seed, choice) if choice else seed, request.num_logprobs
+                ),
+                method=request.graft.method,
+            )
+            for prompt in self._prompts
+            for choice in range(request.n)
+        ]
+        self._stream = self._service.decode.submit(submissions)
+
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens that the answer may have. Refuses what does not fit, with both numbers."""
+        limit, wanted = self._service.max_length, self._request.wanted_tokens
+        param = "messages" if self._endpoint == "chat" else "prompt"
+        if not prompt:
+            raise errors.bad_request("the prompt is empty", param)
+        if len(prompt) >= limit:
+            raise errors.too_long(
+                f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limit}", param
+            )
+        if wanted is not None and len(prompt) + wanted > limit:
+            raise errors.too_long(
+                f"prompt and answer together may have {limit} tokens, but {len(prompt) + wanted} were asked for: "
+                f"{len(prompt)} in the prompt and {wanted} for the answer",
+                self._request.limit_param,
+            )
+        return limit - len(prompt) if wanted is None else wanted
+
+    # ---- the answer at once
+
+    async def whole(self) -> dict[str, Any]:
+        """The response of a request that is not streamed. Raises `ApiError`."""
+        rounds: list[list[dict[str, Any]]] = [[] for _ in self._answers]
+        while any(answer.finish_reason is None for answer in self._answers):
+            streamed = await self._next()
+            rounds[streamed.index] += self._rounds(streamed)
+        choices = [answer.choice() for answer in self._answers]
+        for choice, own in zip(choices, rounds, strict=True):
+            if self._viewers:
+                choice["graft"] = {"rounds": own}
+        kind = "chat.completion" if self._endpoint == "chat" else "text_completion"
+        return self._envelope(kind, choices) | {"usage": self._usage()} | self._metrics()
+
+    # ---- the answer as it comes
+
+    async def first(self) -> Streamed:
+        """Wait for the first event, so that a failure before it still gets a status of its own. Raises `ApiError`."""
+        return await self._next()
+
+    async def events(self, first: Streamed) -> AsyncIterator[str]:
+        """The server-sent events of a streamed request. A failure becomes the last of them, without [DONE]."""
+        try:
+            for answer in self._answers:
+                beginning = answer.first_chunk()
+                if beginning is not None:
+                    yield self._chunk([beginning])
+            streamed: Streamed | None = first
+            while streamed is not None:
+                for event in self._chunks(streamed):
+                    yield event
+                is_running = any(answer.finish_reason is None for answer in self._answers)
+                streamed = await self._next() if is_running else None
+            if self._request.include_usage:
+                yield (
+                    self._chunk([], usage=self._usage())
+                    if not self._request.graft.metrics
+                    else self._chunk([], usage=self._usage(), **self._metrics())
+                )
+            yield "data: [DONE]\n\n"
+            self.close("ok", 200)
+        except ApiError as error:
+            self.close(error.outcome, error.status)
+            yield _event(error.body())
+
+    def _chunks(self, streamed: Streamed) -> list[str]:
+        """What one engine event gives the client: text with its log-probabilities and rounds, then the end."""
+        answer, event = self._answers[streamed.index], streamed.event
+        rounds = self._rounds(streamed)
+        chunks = []
+        if event.text or event.logprobs or rounds:
+            piece = answer.chunk(event.text, event.logprobs, None)
+            chunks.append(self._chunk([piece], **({"graft": {"rounds": rounds}} if self._viewers else {})))
+        if event.finish_reason is not None:
+            is_last = not self._request.include_usage and all(one.finish_reason for one in self._answers)
+            more = self._metrics() if is_last else {}
+            chunks.append(self._chunk([answer.chunk("", None, event.finish_reason)], **more))
+        return chunks
+
+    def _chunk(self, choices: Sequence[dict[str, Any]], **more: Any) -> str:
+        kind = "chat.completion.chunk" if self._endpoint == "chat" else "text_completion"
+        usage = {"usage": None} if self._request.include_usage else {}
+        return _event(self._envelope(kind, choices) | usage | more)
+
+    # ---- both
+
+    async def _next(self) -> Streamed:
+        """The next event, counted. Raises `ApiError` when time is over or decoding has failed."""
+        assert self._stream is not None
+        limit_s = self._service.args.max_request_s
+        try:
+            async with asyncio.timeout(self._arrived + limit_s - time.monotonic()):
+                streamed = await self._stream.next()
+        except TimeoutError:
+            raise errors.timed_out(limit_s) from None
+        event = streamed.event
+        if event.finish_reason in ("error", "abort"):
+            logger.error("%s: decoding failed: %s", json.dumps(self.request_id), event.error)
+            raise errors.internal()
+        self._policy = streamed.policy
+        self._answers[streamed.index].take(event)
+        self._time(len(event.token_ids))
+        return streamed
+
+    def _rounds(self, streamed: Streamed) -> list[dict[str, Any]]:
+        """The JSON views of the event's round, for a request that wants them: none or one."""
+        return self._viewers[streamed.index].view(streamed.event) if self._viewers else []
+
+    def _time(self, num_tokens: int) -> None:
+        now = time.monotonic()
+        if num_tokens == 0:
+            return
+        if self._last_token is None:
+            self._first_token_s = now - self._arrived
+        else:
+            self._gaps_s.append((now - self._last_token) / num_tokens)
+        self._last_token = now
+
+    def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._service.model,
+            "system_fingerprint": self._service.system_fingerprint,
+            "choices": choices,
+        }
+
+    def _usage(self) -> dict[str, int]:
+        num_prompt = sum(len(prompt) for prompt in self._prompts)
+        num_output = sum(answer.num_tokens for answer in self._answers)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        }
+
+    def _metrics(self) -> dict[str, Any]:
+        """Counts of drafting, for a request that wants them; of a single answer only, as in vLLM."""
+        if not self._request.graft.metrics:
+            return {}
+        if len(self._answers) > 1:
+            return {"metrics": {"speculative_decoding": None, "graft": None}}
+        counts, policy = self._answers[0].counts, self._policy
+        return {
+            "metrics": {
+                "speculative_decoding": counts.speculative_decoding(self._service.drafter.draft_depth),
+                "graft": counts.graft(policy.version, policy.fingerprint),
+            }
+        }
+
+    def close(self, outcome: Outcome = "cancelled", status: int = CLIENT_LEFT) -> None:
+        """Take what still runs out of the batch, and report the request; only the first call counts."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._stream is not None:
+            if all(answer.finish_reason for answer in self._answers):
+                self._stream.finished()
+            self._stream.cancel()
+        self._service.report(
+            RequestReport(
+                request_id=self.request_id,
+                endpoint=self._endpoint,
+                outcome=outcome,
+                status=status,
+                is_streamed=self.is_streamed,
+                num_prompt_tokens=sum(len(prompt) for prompt in self._prompts),
+                num_output_tokens=sum(answer.num_tokens for answer in self._answers),
+                first_token_s=self._first_token_s,
+                duration_s=time.monotonic() - self._arrived,
+                token_gaps_s=self._gaps_s,
+            )
+        )
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

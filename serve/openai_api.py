@@ -1,0 +1,318 @@
+"""The requests of the OpenAI-compatible API: what is understood, what is refused and with which words.
+
+A field that is not supported is refused by name, never ignored; so is one that nobody knows. Responses are made in
+`answers.py`, routes in `http_app.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from graft_dist.sampling import MAX_LOGPROBS, SamplingParams
+from serve.errors import ApiError, bad_request
+from serve.serve_args import Method
+
+MAX_STOPS = 8
+MAX_STOP_LENGTH = 512
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions."""
+
+_COMMON_UNSUPPORTED: dict[str, str] = {
+    "logit_bias": "biases on single tokens are not supported",
+    "metadata": "nothing is stored here",
+    "service_tier": "there is one tier",
+    "response_format": "answers are plain text: other formats are not supported",
+}
+_CHAT_UNSUPPORTED = _COMMON_UNSUPPORTED | {
+    "tools": "tool calls are not supported",
+    "tool_choice": "tool calls are not supported",
+    "parallel_tool_calls": "tool calls are not supported",
+    "functions": "function calls are not supported",
+    "function_call": "function calls are not supported",
+    "modalities": "only text is supported",
+    "audio": "only text is supported",
+    "prediction": "predicted outputs are not supported; drafting happens by itself",
+    "reasoning_effort": "it is not supported",
+    "verbosity": "it is not supported",
+    "web_search_options": "web search is not supported",
+    "store": "nothing is stored here",
+    "prompt_cache_key": "prompts are not cached",
+    "prompt_cache_retention": "prompts are not cached",
+    "moderation": "moderation is not supported",
+}
+_COMPLETION_UNSUPPORTED = _COMMON_UNSUPPORTED | {
+    "suffix": "insertion before a suffix is not supported",
+    "best_of": "it is not supported; ask for n answers and choose yourself",
+}
+# Values of unsupported fields that ask for nothing beyond what happens anyway.
+_NEUTRAL: dict[str, list[Any]] = {
+    "tools": [[]],
+    "functions": [[]],
+    "tool_choice": ["none"],
+    "function_call": ["none"],
+    "logit_bias": [{}],
+    "metadata": [{}],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "store": [False],
+    "service_tier": ["auto", "default"],
+    "best_of": [1],
+    "suffix": [""],
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StreamOptions(_Strict):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class GraftOptions(_Strict):
+    """This project's extension: the request field `graft`."""
+
+    method: Method | None = None  # decode this request with another method, where the server allows it
+    rounds: bool = False  # tell what every round drafted and what was accepted
+    metrics: bool = False  # add counts of drafting and acceptance at the end
+
+
+class _Completion(_Strict):
+    """What both endpoints share."""
+
+    model: str
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: off
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    graft: GraftOptions = GraftOptions()
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stops(cls, stops: tuple[str, ...]) -> tuple[str, ...]:
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"at most {MAX_STOPS} stop strings are supported, not {len(stops)}")
+        if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in stops):
+            raise ValueError(f"a stop string has from 1 to {MAX_STOP_LENGTH} characters")
+        return stops
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> _Completion:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed when stream is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_new_tokens: int, seed: int, num_logprobs: int | None) -> SamplingParams:
+        """The engine's parameters for one of the answers."""
+        try:
+            return SamplingParams(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=max(0, self.top_k),
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+                seed=seed,
+                max_new_tokens=max_new_tokens,
+                stop=self.stop,
+                stop_token_ids=self.stop_token_ids,
+                ignore_eos=self.ignore_eos,
+                logprobs=num_logprobs,
+            )
+        except ValueError as error:
+            raise bad_request(str(error), str(error).split()[0]) from error
+
+
+class TextPart(_Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | tuple[TextPart, ...]
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(_Completion):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed when logprobs is true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens say different things: give one of them")
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The answer's limit, if the request has one."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_param(self) -> str:
+        """The name under which the limit was given."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token, as the engine takes them."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(_Completion):
+    """POST /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool = False
+    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.prompt in ([], [[]]):
+            raise ValueError("prompt is empty")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not supported: log-probabilities of the prompt are not computed")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several, all texts or all token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]  # type: ignore[list-item]
+        return prompt  # type: ignore[return-value]
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The answer's limit: OpenAI's default where the request has none."""
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def limit_param(self) -> str:
+        """The name under which the limit is given."""
+        return "max_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token, as the engine takes them."""
+        return self.logprobs
+
+
+Request = TypeVar("Request", ChatRequest, CompletionRequest)
+
+
+def parse(kind: type[Request], body: bytes) -> Request:
+    """Read a request's body. Raises `ApiError` 400 that names the field at fault."""
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}", None) from error
+    if not isinstance(content, dict):
+        raise bad_request("the body has to be a JSON object", None)
+    unsupported = _CHAT_UNSUPPORTED if kind is ChatRequest else _COMPLETION_UNSUPPORTED
+    # A null means "as if it were not there", for OpenAI's own fields and for ours.
+    content = {name: value for name, value in content.items() if value is not None}
+    for name, reason in unsupported.items():
+        if name in content and content.pop(name) not in _NEUTRAL.get(name, []):
+            raise bad_request(f"{name} is not supported by this server: {reason}", name, "unsupported_parameter")
+    if kind is ChatRequest:
+        _refuse_unsupported_messages(content.get("messages"))
+    try:
+        return kind.model_validate_json(json.dumps(content))  # as JSON: a list may become a tuple, "3" no number
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)[0]) from error
+
+
+def _refuse_unsupported_messages(messages: Any) -> None:
+    """Say in plain words what of the messages is not supported: pydantic would say that a literal differs."""
+    for index, message in enumerate(messages if isinstance(messages, list) else []):
+        if not isinstance(message, dict):
+            continue
+        where = f"messages[{index}]"
+        if message.get("role") in ("tool", "function"):
+            raise bad_request(f"{where}.role: tool calls are not supported", f"{where}.role", "unsupported_parameter")
+        for name in ("tool_calls", "function_call", "audio", "refusal", "name", "tool_call_id"):
+            if message.get(name) is None:
+                message.pop(name, None)
+            else:
+                param = f"{where}.{name}"
+                raise bad_request(f"{param} is not supported by this server", param, "unsupported_parameter")
+        for number, part in enumerate(message["content"] if isinstance(message.get("content"), list) else []):
+            if isinstance(part, dict) and part.get("type") not in ("text", None):
+                param = f"{where}.content[{number}]"
+                raise bad_request(
+                    f"{param} is of type {part['type']!r}: only text is supported", param, "unsupported_parameter"
+                )
+
+
+def _refusal(detail: ErrorDetails) -> ApiError:
+    """One of pydantic's error entries as a sentence about the field."""
+    location = list(detail["loc"])
+    param = _path(location)
+    if detail["type"] == "extra_forbidden":
+        return bad_request(f"unknown field {param}", param, "unknown_parameter")
+    if detail["type"] == "missing":
+        return bad_request(f"the field {param} is missing", param, "missing_required_parameter")
+    message = str(detail["ctx"]["error"]) if detail["type"] == "value_error" else detail["msg"]
+    if not param:  # a rule between fields: its sentence begins with the field's name
+        return bad_request(message, message.split()[0], "invalid_value")
+    return bad_request(f"{param}: {message}", param, "invalid_value")
+
+
+def _path(location: list[int | str]) -> str:
+    """`messages[0].content`; pydantic's names for the branches of a union are left out."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "tuple", "list"):
+            path += f".{part}" if path else part
+    return path

@@ -1,0 +1,39 @@
+"""`Decoder`: a `Service` as a Ray Serve replica. The ingress deployment is the decoder itself: no further hop.
+
+A shell: Serve's hooks on one side, the service on the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from graft_dist.config import TargetConfig
+from serve.http_app import create_app
+from serve.serve_args import ServeArgs, UserConfig
+from serve.service import Service
+
+
+class Decoder:
+    """One replica. Serve calls `reconfigure` once before the first request, then whenever the user_config changes."""
+
+    def __init__(self, args: ServeArgs, config: TargetConfig) -> None:
+        self._service = Service(args, config)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """The routes; Serve asks for them once the replica is made."""
+        return create_app(self._service)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Put another policy in force; requests under way go on."""
+        await self._service.reconfigure(UserConfig.model_validate(user_config))
+
+    def check_health(self) -> None:
+        """Fail when the round loop is dead or stuck: Serve then replaces this replica."""
+        self._service.decode.check()
+
+    def __del__(self) -> None:
+        service = getattr(self, "_service", None)
+        if service is not None:
+            service.close()

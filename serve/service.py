@@ -1,0 +1,245 @@
+"""`Service`: one target with its drafter, decoded on a thread, and the policy that is in force. What a replica holds.
+
+Knows neither HTTP nor Ray: `http_app.py` puts routes in front of it, `replica.py` gives it to Ray Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graft_dist import __version__
+from graft_dist.config import TargetConfig, is_folder_spec
+from graft_dist.cost_curve import CostCurve
+from graft_dist.decoder import load_decoder, new_engine
+from graft_dist.drafter import DFlashDrafter
+from graft_dist.engine import Engine
+from graft_dist.errors import GraftError
+from graft_dist.policy import plain
+from graft_dist.target import Target
+from serve.active_policy import ActivePolicy
+from serve.answer import TokenTexts
+from serve.budget_probe import Probe, measured_policy, probe
+from serve.decode_thread import DecodeThread
+from serve.observer import DecodeObserver, RequestObserver, RequestReport
+from serve.policy_source import PolicySource
+from serve.serve_args import PolicyPin, ServeArgs, UserConfig
+
+logger = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A policy that was asked for and is not in force."""
+
+    pin: PolicyPin
+    reason: str
+
+
+class Service:
+    """Loads the models and starts decoding; blocks while it does. `reconfigure` then sets the policy.
+
+    Args:
+        args: the application's arguments.
+        config: the target's configuration, read where the application was built.
+        observers: watch the decode thread.
+        request_observers: watch requests and policies.
+    """
+
+    def __init__(
+        self,
+        args: ServeArgs,
+        config: TargetConfig,
+        observers: Sequence[DecodeObserver] = (),
+        request_observers: Sequence[RequestObserver] = (),
+    ) -> None:
+        self.args = args
+        self.config = config
+        self.model = args.model or _model_name(config)
+        self.created = int(time.time())
+        self.refusal: Refusal | None = None
+        self._request_observers = list(request_observers)
+        self._probe: Probe | None = None
+        self._has_policy = False
+        self._reconfiguring = asyncio.Lock()
+        self.decode = DecodeThread(
+            self._make_engine,
+            max_queue=args.max_queue,
+            stuck_after_s=args.stuck_after_s,
+            retry_after_s=args.retry_after_s,
+            observers=observers,
+        )
+        self.target: Target
+        self.drafter: DFlashDrafter
+        self.max_length: int
+        self.decode.start()
+        # An own copy, used by one thread: tokenizers are not made for several threads at once.
+        self._tokenizer = copy.deepcopy(self.target.tokenizer)
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-tokenize")
+        self.token_texts = TokenTexts(copy.deepcopy(self.target.tokenizer))
+        max_budget = None if config.memory_limit_gb is None else max(config.budget, *config.budgets)
+        self._source = PolicySource(config, self.target, self.drafter, args.methods, max_budget)
+
+    def _make_engine(self) -> tuple[Engine, ActivePolicy]:
+        """On the decode thread: load target and drafter."""
+        threads = self.args.threads or self.config.threads or self.args.num_cpus or self.config.resources.num_cpus
+        torch.set_num_threads(max(1, int(threads)))
+        self.target, drafter = load_decoder(self.config)
+        assert drafter is not None
+        if self.target.tokenizer is None:
+            raise GraftError(f"{self.config.target} has no tokenizer, so there is no text to serve")
+        self.drafter = drafter
+        engine = new_engine(self.config, self.target, drafter, plain(), max_slots=self.args.max_slots)
+        self.max_length = engine.max_length
+        return engine, ActivePolicy("plain", None, None, plain())
+
+    # ---- texts and tokens
+
+    async def render(self, messages: list[dict[str, str]]) -> list[int]:
+        """The token ids of a conversation in the target's chat template. Raises ValueError where it refuses."""
+        if self.config.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
+        thinking = self.config.enable_thinking
+        options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+
+        def work() -> list[int]:
+            try:
+                ids = self._tokenizer.apply_chat_template(
+                    messages, tokenize=True, add_generation_prompt=True, return_dict=False, **options
+                )
+            except Exception as error:  # templates raise jinja2's errors, tokenizers their own
+                raise ValueError(
+                    f"the chat template refuses these messages ({' '.join(str(error).split())})"
+                ) from error
+            return [int(token) for token in ids]
+
+        return await self._tokenize(work)
+
+    async def encode(self, text: str) -> list[int]:
+        """The token ids of a plain text."""
+        return await self._tokenize(lambda: list(self._tokenizer.encode(text)))
+
+    async def decode_text(self, token_ids: list[int]) -> str:
+        """The text of token ids, as an answer would show it. Raises ValueError for ids outside the vocabulary."""
+        outside = [token for token in token_ids if not 0 <= token < self.target.vocab_size]
+        if outside:
+            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.target.vocab_size}")
+        return await self._tokenize(lambda: str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
+
+    async def _tokenize(self, work: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    # ---- policy
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Names the target and the policy in force; ends in `+refused` while one that was asked for is not."""
+        refused = "" if self.refusal is None else "+refused"
+        return f"graft-{self.target.fingerprint[:8]}-{self.decode.active.label}{refused}"
+
+    async def reconfigure(self, wanted: UserConfig) -> None:
+        """Put the pinned policy in force between two rounds. One that does not fit is refused: the old one stays."""
+        async with self._reconfiguring:
+            try:
+                active = await self._load(wanted.policy)
+            except (GraftError, OSError, ValueError) as error:
+                assert wanted.policy is not None
+                await self._refuse(Refusal(wanted.policy, " ".join(str(error).split())))
+                return
+            await self._put_in_force(active)
+            self.refusal = None
+        self._tell_policy()
+
+    async def _load(self, pin: PolicyPin | None) -> ActivePolicy:
+        if pin is None:
+            return self._source.unsaved(measured_policy(await self._measure(), self.config))
+        policy = await asyncio.to_thread(self._source.read, pin)
+        cost: CostCurve | None = None
+        if self._source.needs_cost(policy):
+            cost = (await self._measure()).cost
+        return await asyncio.to_thread(self._source.saved, pin, policy, cost)
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        if not self._has_policy:
+            await self._put_in_force(await self._load(None))
+        self.refusal = refusal
+        logger.warning(
+            "policy %s is refused, %s stays: %s", refusal.pin.describe(), self.decode.active.label, refusal.reason
+        )
+        self._tell_policy()
+
+    async def _put_in_force(self, active: ActivePolicy) -> None:
+        await self.decode.swap(active)
+        self._has_policy = True
+        logger.info("policy %s is in force", active.label)
+
+    async def _measure(self) -> Probe:
+        """What rounds cost and bring here: measured once, on the decode thread, where nothing else is under way."""
+        if self._probe is None:
+            self._probe = await self.decode.call(lambda: probe(self.target, self.drafter, self.config))
+            logger.info("measured %d rounds in %.1f s", self._probe.num_rounds, self._probe.seconds)
+        return self._probe
+
+    def _tell_policy(self) -> None:
+        for observer in self._request_observers:
+            observer.policy_changed(self.decode.active.label, None if self.refusal is None else self.refusal.reason)
+
+    # ---- requests and health
+
+    def report(self, report: RequestReport) -> None:
+        """A request has ended."""
+        for observer in self._request_observers:
+            observer.requested(report)
+
+    def health(self) -> dict[str, Any]:
+        """What /healthz shows; `status` is "ok", "degraded" (drafting failed), "draining" or "failed"."""
+        active = self.decode.active
+        status, problem = "ok", None
+        try:
+            self.decode.check()
+        except RuntimeError as error:
+            status, problem = "failed", str(error)
+        else:
+            if self.decode.is_draining:
+                status = "draining"
+            elif self.decode.is_resting:
+                status, problem = "degraded", "drafting failed: decoding without a draft for a while"
+        refused = None
+        if self.refusal is not None:
+            refused = {"policy": self.refusal.pin.describe(), "reason": self.refusal.reason}
+        return {
+            "status": status,
+            "problem": problem,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "policy": {"label": active.label, "version": active.version, "fingerprint": active.fingerprint},
+            "refused_policy": refused,
+            "sequences": self.decode.num_sequences,
+            "limit": self.decode.limit,
+            "version": __version__,
+        }
+
+    def close(self) -> None:
+        """Stop decoding."""
+        self.decode.stop()
+        self._tokenizing.shutdown(wait=False)
+
+
+def new_seed() -> int:
+    """A seed for a request that gives none."""
+    return secrets.randbits(62)
+
+
+def _model_name(config: TargetConfig) -> str:
+    """A hub id is known to clients as it is; anything else goes by its short name."""
+    is_hub_id = not config.target.startswith("builtin:") and not is_folder_spec(config.target)
+    return config.target if is_hub_id else config.slug
