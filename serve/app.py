@@ -1,9 +1,9 @@
-"""The Serve application of one target model: `serve run serve.app:build config=smollm2-135m`, or a config in infra/serve.
+"""The Serve application of one target: `serve run serve.app:build config=smollm2-135m`, or a config in infra/serve.
 
 Turns `ServeArgs` into a deployment; what a replica does is in `replica.py`. Nothing is loaded here.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: Serve looks at the class in the builder's annotation to validate `args`.
 
 from typing import Any
 
