@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from graft_dist.errors import ConfigError
+from graft_dist.schedule import Schedule
 
 BUILTIN_TARGETS = ("builtin:smollm2-135m",)
 
@@ -92,6 +93,10 @@ class TargetConfig(BaseModel):
     resources: Annotated[Resources, Field(description="a mapping with the keys num_cpus, num_gpus and num_actors")] = (
         Resources()
     )
+    # When the target is trained again; null where nobody does so on a schedule.
+    schedule: Annotated[
+        Schedule | None, Field(description="a mapping with the key cron and the others of a schedule, or null")
+    ] = None
 
     @field_validator("target", "drafter")
     @classmethod
@@ -201,10 +206,13 @@ def _sentence(detail: ErrorDetails) -> str:
     return f"{key} is {_shown(detail['input'])}, allowed is {_allowed(location)}"
 
 
+_SECTIONS: dict[str, type[BaseModel]] = {"resources": Resources, "schedule": Schedule}
+
+
 def _model_at(location: list[str]) -> tuple[type[BaseModel], str]:
     """The model and the field name that a pydantic error location points at; list indices belong to their field."""
-    if len(location) > 1 and location[0] == "resources":
-        return Resources, location[1]
+    if len(location) > 1 and location[0] in _SECTIONS:
+        return _SECTIONS[location[0]], location[1]
     return TargetConfig, location[0]
 
 

@@ -36,6 +36,9 @@ app = typer.Typer(
 store_app = typer.Typer(help="Keep a trajectory store in order: compact, vacuum, export.")
 app.add_typer(store_app, name="store")
 
+schedule_app = typer.Typer(help="Retrain targets on a schedule: run it, look at it, or submit one run for cron.")
+app.add_typer(schedule_app, name="schedule")
+
 
 INTERRUPTED = 130
 """What Typer turns Ctrl-C into."""
@@ -76,6 +79,18 @@ Tracking = Annotated[
     str | None,
     typer.Option(help="MLflow server or sqlite:////FILE; default: MLFLOW_TRACKING_URI, else a file of the user's."),
 ]
+Address = Annotated[
+    str | None,
+    typer.Option(help="URL of the Ray dashboard; default: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, http://127.0.0.1:8265."),
+]
+WorkingDir = Annotated[
+    str | None,
+    typer.Option(help="Folder to send with each job, as in ray job submit; default: what the cluster has installed."),
+]
+ScheduledConfigs = Annotated[
+    list[str], typer.Option("--config", help="Target with a schedule; may be given several times.")
+]
+ScheduleStateFile = Annotated[Path, typer.Option(help="SQLite file that remembers what was done.")]
 Store = Annotated[str, typer.Option(help="Trajectory store: a folder or a file:// URI.")]
 Config = Annotated[str, typer.Option(help="Target to decode with: a YAML file, or a name that `graft targets` lists.")]
 PromptFile = Annotated[Path, typer.Option(help="JSONL file, one object a line: id, task, turns.")]
@@ -358,6 +373,47 @@ def export(
     from jobs.store_command import run_export
 
     run_export(store, dest)
+
+
+@schedule_app.command("run")
+def schedule_run(
+    config: ScheduledConfigs,
+    address: Address = None,
+    working_dir: WorkingDir = None,
+    state: ScheduleStateFile = Path("data/schedule.sqlite"),
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at clock and cluster.")] = 15.0,
+) -> None:
+    """Submit each target's retraining job when it is due, until stopped; one process for all targets."""
+    from jobs.schedule_command import run_schedule
+
+    raise typer.Exit(run_schedule(config, address, working_dir, state, interval))
+
+
+@schedule_app.command("status")
+def schedule_status(
+    config: ScheduledConfigs,
+    state: ScheduleStateFile = Path("data/schedule.sqlite"),
+    last: Annotated[int, typer.Option(min=1, help="How many of each target's last attempts to show.")] = 3,
+    format: Annotated[ReplayFormat, typer.Option(help="How to print.")] = ReplayFormat.table,
+) -> None:
+    """Show each target's next run and last outcomes; needs no cluster."""
+    from jobs.schedule_command import show_status
+
+    show_status(config, state, last, format.value)
+
+
+@schedule_app.command("submit")
+def schedule_submit(
+    config: Config,
+    address: Address = None,
+    working_dir: WorkingDir = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end; exit 1 if it fails.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the job.")] = 15.0,
+) -> None:
+    """Submit the job of the tick that came last, unless somebody has: for cron, systemd or Kubernetes."""
+    from jobs.schedule_command import submit
+
+    raise typer.Exit(submit(config, address, working_dir, wait, interval))
 
 
 @app.command()

@@ -75,6 +75,15 @@ def check_fits(resources: Mapping[str, float], num_actors: int, num_cpus: float,
             )
 
 
+def dashboard_address(address: str | None) -> str:
+    """The HTTP address that jobs are submitted to: the given one, else the environment's, else this machine's."""
+    environment = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
+    wanted = address or (environment if environment.startswith("http") else "http://127.0.0.1:8265")
+    if not wanted.startswith(("http://", "https://")):
+        raise ConfigError(f"--address is {wanted}, allowed is the URL of a Ray dashboard such as http://127.0.0.1:8265")
+    return wanted
+
+
 def job_id() -> str | None:
     """The submission id when this driver runs as a Ray job."""
     described = os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR")

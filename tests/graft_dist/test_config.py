@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from graft_dist.config import TargetConfig, is_folder_spec, load_config, targets_folder
 from graft_dist.errors import ConfigError
+from graft_dist.schedule import Schedule
 
 MINIMAL = "target: builtin:smollm2-135m\ndrafter: builtin:smollm2-135m\n"
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,8 +223,9 @@ def test_every_key_is_documented() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     resources = TargetConfig.model_fields["resources"].annotation
     assert isinstance(resources, type)
-    keys = [key for key in TargetConfig.model_fields if key != "resources"]
+    keys = [key for key in TargetConfig.model_fields if key not in ("resources", "schedule")]
     keys += [f"resources.{key}" for key in resources.model_fields]  # type: ignore[attr-defined]
+    keys += [f"schedule.{key}" for key in Schedule.model_fields]
     assert [key for key in keys if f"| `{key}` |" not in page] == []
 
 

@@ -1,0 +1,225 @@
+"""Scheduler: submits each target's retraining job at its ticks, follows it, and tries again after a failure.
+
+It never trains. One `step` looks at the clock it is given and at the cluster's job list, and does what is due; a step
+that was cut off anywhere is simply taken again, also by another process. What makes that safe is the submission id,
+which is fixed by target, tick and attempt: the cluster refuses a second job of the same id. Two schedulers with
+different state files, or a person, may still start two different runs of one target; the job's own lease sees to that.
+
+                       submit            cluster says
+    waiting ──► submitting ──► submitted ──────────────► succeeded | yielded | stopped | failed | lost
+       ▲                                                                            │        │
+       └────────────────── next attempt, after a pause ◄────────────────────────────┴────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from graft_dist.schedule import Schedule
+from jobs.job_queue import Job, JobQueue, JobState
+from jobs.schedule_state import Attempt, ScheduleState, Status, submission_id
+
+TARGET_KEY = "graft_retrain"
+"""Metadata of a submitted job: the slug of the target that it trains."""
+TICK_KEY = "graft_tick"
+
+EXIT_REFUSED = 2
+"""The job's arguments or configuration cannot work: another attempt would say the same."""
+EXIT_LEASE_HELD = 75
+"""Another run of the same target is at work."""
+
+
+@dataclass(frozen=True)
+class ScheduledTarget:
+    """One target with its schedule, under the configuration's path or name as the job will be given it."""
+
+    slug: str
+    config: str
+    schedule: Schedule
+
+
+def entrypoint(target: ScheduledTarget) -> str:
+    """The command line of the target's job."""
+    return target.schedule.command(target.config)
+
+
+def metadata(target: ScheduledTarget, tick: datetime) -> dict[str, str]:
+    """What the job carries along, by which later steps find it again."""
+    return {TARGET_KEY: target.slug, TICK_KEY: tick.isoformat(timespec="minutes")}
+
+
+def outcome(job: Job) -> Status:
+    """What a finished job came to."""
+    if job.state == JobState.succeeded:
+        return Status.succeeded
+    if job.state == JobState.stopped:
+        return Status.stopped
+    return Status.yielded if job.exit_code == EXIT_LEASE_HELD else Status.failed
+
+
+def running(target: ScheduledTarget, jobs: dict[str, Job]) -> Job | None:
+    """An unfinished job that trains this target, whoever submitted it."""
+    found = (job for job in jobs.values() if job.metadata.get(TARGET_KEY) == target.slug and not job.state.is_finished)
+    return next(found, None)
+
+
+class Scheduler:
+    """Drives several targets. `say` is told what happens, a line each."""
+
+    def __init__(
+        self, targets: Sequence[ScheduledTarget], state: ScheduleState, queue: JobQueue, say: Callable[[str], None]
+    ) -> None:
+        self._targets = targets
+        self._state = state
+        self._queue = queue
+        self._say = say
+
+    def step(self, now: datetime) -> None:
+        """Do what is due at `now`. Raises `QueueUnavailable`; a later step makes up for it then."""
+        now = now.astimezone(UTC).replace(microsecond=0)
+        for target in self._targets:
+            if self._state.watermark(target.slug) is None:  # also while the cluster is away: from now on ticks count
+                self._state.write(watermark=now, target=target.slug)
+        jobs = self._queue.jobs()
+        for target in self._targets:
+            for attempt in self._state.open_attempts(target.slug):
+                self._follow(target, attempt, jobs, now)
+            self._decide(target, jobs, now)
+
+    def _follow(self, target: ScheduledTarget, attempt: Attempt, jobs: dict[str, Job], now: datetime) -> None:
+        job = jobs.get(attempt.submission_id)
+        if attempt.status == Status.waiting:
+            if attempt.not_before <= now:
+                self._retry(target, attempt, jobs, now)
+        elif job is None and attempt.status == Status.submitting:
+            self._submit_late(target, attempt, now)
+        elif job is None:
+            self._end(target, attempt.closed(Status.lost, now, "the cluster no longer knows the job"), now)
+        elif job.state.is_finished:
+            self._end(target, attempt.closed(outcome(job), now, job.message, job.exit_code), now)
+        elif attempt.status != Status.submitted:
+            self._state.write(replace(attempt, status=Status.submitted))
+
+    def _decide(self, target: ScheduledTarget, jobs: dict[str, Job], now: datetime) -> None:
+        """Find what has come due since the watermark: one run stands for all ticks that were missed."""
+        watermark = self._state.watermark(target.slug)
+        assert watermark is not None
+        due = target.schedule.due(watermark, now)
+        if not due:
+            self._give_up_missed(target, watermark, now)
+            return
+        tick = due[-1]
+        detail = f"stands for {len(due) - 1} earlier ticks too" if len(due) > 1 else ""
+        attempt = Attempt(target.slug, tick, 0, Status.submitting, detail, None, tick, None)
+        busy = self._busy(target, jobs)
+        if busy is not None:
+            attempt = self._skipped(attempt, busy, now)
+        superseded = [
+            waiting.closed(Status.superseded, now, "the next tick came before the retry")
+            for waiting in self._state.open_attempts(target.slug)
+            if waiting.status == Status.waiting
+        ]
+        self._state.write(*superseded, attempt, watermark=tick, target=target.slug)
+        if busy is None:
+            self._submit(target, attempt)
+
+    def _busy(self, target: ScheduledTarget, jobs: dict[str, Job]) -> str | None:
+        """The id of a run of this target that may still be at work: one of ours, or another in the cluster's list."""
+        ours = [one for one in self._state.open_attempts(target.slug) if one.status != Status.waiting]
+        if ours:
+            return ours[0].submission_id
+        listed = running(target, jobs)
+        return None if listed is None else listed.submission_id
+
+    def _skipped(self, attempt: Attempt, other: str, now: datetime) -> Attempt:
+        self._say(f"{attempt.target}: skipped the tick {_shown(attempt.tick)}, {other} is still at work")
+        return attempt.closed(Status.skipped, now, f"{other} was still at work")
+
+    def _give_up_missed(self, target: ScheduledTarget, watermark: datetime, now: datetime) -> None:
+        oldest = now - target.schedule.max_lateness
+        first = next(target.schedule.ticks(watermark), None)
+        if first is not None and first <= oldest:
+            detail = f"nobody could act on it within {target.schedule.max_lateness_minutes} minutes"
+            missed = Attempt(target.slug, first, 0, Status.missed, detail, None, first, now)
+            self._state.write(missed, watermark=oldest, target=target.slug)
+            self._say(f"{target.slug}: gave up the tick {_shown(first)}: {detail}")
+
+    def _retry(self, target: ScheduledTarget, attempt: Attempt, jobs: dict[str, Job], now: datetime) -> None:
+        busy = self._busy(target, jobs)
+        if busy is not None:
+            self._state.write(self._skipped(attempt, busy, now))
+            return
+        self._state.write(replace(attempt, status=Status.submitting))
+        self._submit(target, attempt)
+
+    def _submit_late(self, target: ScheduledTarget, attempt: Attempt, now: datetime) -> None:
+        """For an attempt that was decided on just before a crash, or before the cluster stopped answering."""
+        if now - attempt.not_before > target.schedule.max_lateness:
+            self._state.write(attempt.closed(Status.missed, now, "the cluster was away for too long"))
+        else:
+            self._submit(target, attempt)
+
+    def _submit(self, target: ScheduledTarget, attempt: Attempt) -> None:
+        is_new = self._queue.submit(attempt.submission_id, entrypoint(target), metadata(target, attempt.tick))
+        # A taken id is this very attempt, submitted before a crash or by another scheduler: followed all the same.
+        self._state.write(replace(attempt, status=Status.submitted))
+        self._say(f"{target.slug}: {'submitted' if is_new else 'found'} {attempt.submission_id}")
+
+    def _end(self, target: ScheduledTarget, ended: Attempt, now: datetime) -> None:
+        """Write the outcome down, and the next attempt with it if there is to be one."""
+        schedule = target.schedule
+        is_worth_it = ended.status == Status.lost or (ended.status == Status.failed and ended.exit_code != EXIT_REFUSED)
+        line = f"{target.slug}: {ended.submission_id} {ended.status}"
+        line += "" if ended.exit_code is None else f" (exit code {ended.exit_code})"
+        if is_worth_it and ended.attempt + 1 < schedule.max_attempts:
+            again = now + schedule.backoff(ended.attempt)
+            number = ended.attempt + 1
+            retry = Attempt(target.slug, ended.tick, number, Status.waiting, "", None, again, None)
+            self._state.write(ended, retry)
+            line += f", tries again at {_shown(again)}"
+        else:
+            self._state.write(ended)
+        self._say(line)
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What `submit_once` did: the job to follow, or None and why not."""
+
+    submission_id: str | None
+    message: str
+    is_failed: bool = False
+
+
+def submit_once(target: ScheduledTarget, queue: JobQueue, now: datetime) -> Submission:
+    """Submit the job of the last tick, for a scheduler that is not ours (cron, systemd, Kubernetes); keeps no state.
+
+    What was tried for the tick is read from the cluster's job list. Raises `QueueUnavailable`.
+    """
+    due = target.schedule.due(now - target.schedule.max_lateness, now.astimezone(UTC))
+    if not due:
+        return Submission(None, f"no tick of {target.slug} in the last {target.schedule.max_lateness_minutes} minutes")
+    tick = due[-1]
+    jobs = queue.jobs()
+    for attempt in range(target.schedule.max_attempts):
+        name = submission_id(target.slug, tick, attempt)
+        job = jobs.get(name)
+        if job is None:
+            busy = running(target, jobs)
+            if busy is not None:
+                return Submission(None, f"skipped the tick {_shown(tick)}, {busy.submission_id} is still at work")
+            is_new = queue.submit(name, entrypoint(target), metadata(target, tick))
+            return Submission(name, f"{'submitted' if is_new else 'found'} {name}")
+        if not job.state.is_finished:
+            return Submission(name, f"{name} is at work already")
+        if outcome(job) != Status.failed:
+            return Submission(None, f"{name} has {outcome(job)} already")
+        if job.exit_code == EXIT_REFUSED:
+            return Submission(None, f"{name} was refused (exit code {EXIT_REFUSED}): {job.message}", is_failed=True)
+    return Submission(None, f"all {target.schedule.max_attempts} attempts at {_shown(tick)} failed", is_failed=True)
+
+
+def _shown(moment: datetime) -> str:
+    return f"{moment:%Y-%m-%d %H:%M} UTC"
