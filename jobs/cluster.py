@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import ray
+import ray.util
 
 from graft_dist.errors import ConfigError
 
@@ -73,6 +75,33 @@ def check_fits(resources: Mapping[str, float], num_actors: int, num_cpus: float,
                 f"{num_actors} actors need {wanted:g} {name}s ({each:g} each), but the cluster has {there:g}; "
                 "use fewer actors, or change resources in the target's configuration"
             )
+
+
+def wait_until_fits(
+    cluster: Cluster, num_actors: int, num_cpus: float, num_gpus: float, wait_s: float, say: Callable[[str], None]
+) -> None:
+    """Like `check_fits`, but lets a cluster that scales by itself start the missing nodes first, for at most `wait_s`.
+
+    The autoscaler is asked through a placement group of the job's size, which ends with this process however it ends:
+    nodes are not kept for a job that died.
+    """
+    try:
+        check_fits(cluster.resources, num_actors, num_cpus, num_gpus)
+    except ConfigError:
+        if cluster.is_local or wait_s <= 0:
+            raise
+    else:
+        return
+    say(f"the cluster is too small yet; waiting up to {wait_s:g} s for it to start nodes")
+    bundle = {name: each for name, each in (("CPU", num_cpus), ("GPU", num_gpus)) if each > 0}
+    group = ray.util.placement_group([bundle] * num_actors)
+    try:
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not group.wait(2):  # in short turns, between which signals are heard
+            pass
+    finally:
+        ray.util.remove_placement_group(group)
+    check_fits(ray.cluster_resources(), num_actors, num_cpus, num_gpus)
 
 
 def dashboard_address(address: str | None) -> str:

@@ -60,6 +60,7 @@ def request_from(options: argparse.Namespace) -> CollectRequest:
         unit_size=options.unit_size,
         limit=options.limit,
         address=options.address,
+        wait_for_nodes_s=options.wait_for_nodes,
         driver=DriverSettings(
             commit_units=options.commit_units,
             commit_interval_s=options.commit_interval,
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="URI", help="root of the trajectory store; an absolute path or file:// in a submitted job")
     add("--no-write", action="store_true", help="decode without recording, to measure what recording costs")
     add("--actors", type=count, metavar="N", help="number of actors (default: the configuration's)")
+    add("--wait-for-nodes", type=float, default=0.0, metavar="S", help="let the cluster start nodes for so long (0)")
     add("--slots", type=count, metavar="S", help="sequences that an actor decodes together (default: max_slots)")
     add("--method", choices=METHODS, default="ddtree", help="how rounds draft (default: ddtree)")
     nodes = "draft nodes per round (default: the configuration's); chain: its depth"

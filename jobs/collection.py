@@ -12,7 +12,7 @@ import ray
 
 from graft_dist.errors import PromptError
 from graft_dist.prompts import BadPrompt, Prompt, read_prompts
-from jobs.cluster import check_fits, connect, job_id
+from jobs.cluster import connect, job_id, wait_until_fits
 from jobs.collect_actor import ActorPlan, ModelInfo
 from jobs.decode_spec import DecodeSpec
 from jobs.driver import CommitLog, Driver, DriverSettings, Ending, RunResult
@@ -35,6 +35,7 @@ class CollectRequest:
     unit_size: int = 16
     limit: int | None = None  # the first so many prompts only
     address: str | None = None  # of the Ray cluster
+    wait_for_nodes_s: float = 0.0  # how long a cluster that is too small may take to start nodes
     driver: DriverSettings = field(default_factory=DriverSettings)
 
 
@@ -58,7 +59,8 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
     try:
         say(cluster.message + (f", as job {job_id()}" if job_id() else ""))
         stop = StopSignal()  # after ray.init, which sets a handler of its own
-        check_fits(cluster.resources, request.pool.num_actors, request.pool.num_cpus, request.pool.num_gpus)
+        size = (request.pool.num_actors, request.pool.num_cpus, request.pool.num_gpus)
+        wait_until_fits(cluster, *size, wait_s=request.wait_for_nodes_s, say=say)
         if store is not None:
             store.prepare()  # a store that cannot be made is said before the models take their time to load
         pool = RayPool(_actor_plan(request, store), request.pool)

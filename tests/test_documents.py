@@ -29,7 +29,7 @@ def shown_commands() -> list[tuple[str, list[str]]]:
 
 def is_ours(words: list[str], index: int) -> bool:
     if Path(words[index]).name == "graft":
-        return True
+        return index == 0 or words[index - 1] == "--"  # elsewhere it is a word such as a namespace
     return words[index].startswith("jobs/") and words[index].endswith(".py") and "python" in words[index - 1]
 
 

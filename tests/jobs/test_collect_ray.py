@@ -263,6 +263,32 @@ def test_a_job_that_the_cluster_can_never_place_is_refused_at_once(bench: Bench)
     assert not (bench.folder / "refused").exists()
 
 
+def test_a_job_waits_for_nodes_that_a_growing_cluster_starts(bench: Bench) -> None:
+    code, output = bench.run("refused", "--actors", "64", "--wait-for-nodes", "1")
+    assert code == 2
+    assert "waiting up to 1 s for it to start nodes" in output and "but the cluster has 2" in output
+    script = """from jobs.cluster import connect, wait_until_fits
+cluster = connect(None)
+wait_until_fits(cluster, 3, 1.0, 0.0, wait_s=300, say=lambda line: print(line, flush=True))
+print("fits", flush=True)"""
+    environment = bench.head.environment({"RAY_ADDRESS": bench.head.address, "PYTHONPATH": str(REPOSITORY)})
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=bench.folder, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert waiting.stdout is not None
+    assert "waiting up to 300 s" in waiting.stdout.readline()
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={bench.head.address}", "--num-cpus=1"]
+    start += ["--object-store-memory=80000000", "--block"]
+    node = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        output, _ = waiting.communicate(timeout=300)
+    finally:
+        waiting.kill()
+        node.terminate()
+        node.wait(60)
+    assert "fits" in output
+
+
 def test_ray_job_submit_runs_the_same_command(bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]]) -> None:
     command = [sys.executable, "-m", "ray.scripts.scripts", "job", "submit", f"--address={bench.head.dashboard_url}"]
     command += ["--working-dir", str(REPOSITORY), "--", "python", "jobs/collect.py", *bench.arguments("submitted")]
