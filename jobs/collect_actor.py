@@ -20,10 +20,10 @@ from graft_dist.hardware import describe_hardware
 from graft_dist.prompts import Prompt, render
 from graft_dist.rounds import RoundRecord, SequenceRecord
 from graft_dist.sampling import SamplingParams
+from graft_dist.software import describe_software
 from graft_dist.target import Target
 from jobs.collector import FATAL_ERRORS, Collector
 from jobs.decode_spec import DecodeSpec
-from jobs.provenance import provenance
 from jobs.units import Unit, WorkItem
 from jobs.work import Report
 from storage.schema import Provenance, UnitKey
@@ -176,9 +176,3 @@ def _provenance(spec: DecodeSpec, models: ModelInfo, hardware: str) -> Provenanc
         hardware=hardware,
         software=describe_software(),
     )
-
-
-def describe_software() -> str:
-    """The versions that decide what is computed, such as "graft-dist 0.1.0, torch 2.13.0, transformers 5.24.0"."""
-    versions = provenance()["versions"]
-    return ", ".join(f"{name} {versions[name] or 'unknown'}" for name in ("graft-dist", "torch", "transformers"))

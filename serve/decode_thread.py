@@ -169,6 +169,10 @@ class DecodeThread:
         self._thread.start()
         self._ready.result()
 
+    def observe(self, observer: DecodeObserver) -> None:
+        """Tell one more observer of everything from now on; before the first request."""
+        self._observers.append(observer)
+
     @property
     def active(self) -> ActivePolicy:
         """What decodes at the moment."""
@@ -341,7 +345,8 @@ class DecodeThread:
                 self._forget(event.sequence_id)
         for stream, items in batches.items():
             stream.deliver(items)
-        report = StepReport(events, self._engine.num_live, self._engine.num_waiting, step_s, self._active.label)
+        active, engine = self._active, self._engine
+        report = StepReport(events, engine.num_live, engine.num_waiting, step_s, active.label, active)
         for observer in list(self._observers):
             self._tell(observer, "stepped", report)
 

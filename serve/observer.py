@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from graft_dist.engine import SequenceEvent
 from graft_dist.sampling import SamplingParams
+from serve.active_policy import ActivePolicy
 
 Outcome = Literal["ok", "cancelled", "refused", "busy", "unauthorized", "too_long", "timeout", "error", "draining"]
 """How a request ended. `refused` is any other mistake of the client's."""
@@ -37,6 +38,7 @@ class StepReport:
     num_waiting: int  # sequences that wait for one
     step_s: float  # the whole step: reading prompts and one round
     policy_label: str  # see `ActivePolicy.label`
+    active: ActivePolicy  # the policy in force in this step
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,16 @@ class AliasPolling(_Strict):
     every_s: Annotated[float, Field(ge=1)] = 60.0
 
 
+class TrafficRecording(_Strict):
+    """Which requests leave their sequences and rounds in a trajectory store, and how: users' data."""
+
+    store: Annotated[str, Field(min_length=1)]  # root of a trajectory store that every replica can write to
+    share: Annotated[float, Field(gt=0, le=1)]  # of the requests
+    unit_sequences: Annotated[int, Field(ge=1, le=10_000)] = 32  # finished sequences that make a unit of the store
+    flush_s: Annotated[float, Field(gt=0)] = 60.0  # a smaller unit is written after so long
+    max_pending_mb: Annotated[float, Field(gt=0)] = 64.0  # memory for what is not written yet; more is dropped
+
+
 class ServeArgs(_Strict):
     """One application: one target model, decoded by one or more replicas. Unknown keys are refused."""
 
@@ -114,6 +124,8 @@ class ServeArgs(_Strict):
     poll_champion: AliasPolling | None = None
     # Prompts and answers are users' data: they appear in no log unless this is true.
     log_prompts: bool = False
+    # Keep a sample of the traffic as trajectories, for training; off unless given.
+    record_traffic: TrafficRecording | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ServeArgs:

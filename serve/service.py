@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
 from graft_dist.errors import GraftError
+from graft_dist.hardware import describe_hardware
 from graft_dist.policy import plain
+from graft_dist.software import describe_software
 from graft_dist.target import Target
 from serve.active_policy import ActivePolicy
 from serve.answer import TokenTexts
@@ -32,7 +34,9 @@ from serve.budget_probe import Probe, measured_policy, probe
 from serve.decode_thread import DecodeThread
 from serve.observer import DecodeObserver, RequestObserver, RequestReport
 from serve.policy_source import PolicySource
-from serve.serve_args import PolicyPin, ServeArgs, UserConfig
+from serve.serve_args import PolicyPin, ServeArgs, TrafficRecording, UserConfig
+from serve.traffic_recorder import TrafficRecorder
+from storage import Provenance
 
 logger = logging.getLogger("ray.serve")
 
@@ -88,6 +92,10 @@ class Service:
         self.token_texts = TokenTexts(copy.deepcopy(self.target.tokenizer))
         max_budget = None if config.memory_limit_gb is None else max(config.budget, *config.budgets)
         self._source = PolicySource(config, self.target, self.drafter, args.methods, max_budget)
+        self._recorder: TrafficRecorder | None = None
+        if args.record_traffic is not None:
+            self._recorder = self._make_recorder(args.record_traffic)
+            self.decode.observe(self._recorder)
 
     def _make_engine(self) -> tuple[Engine, ActivePolicy]:
         """On the decode thread: load target and drafter."""
@@ -101,6 +109,20 @@ class Service:
         engine = new_engine(self.config, self.target, drafter, plain(), max_slots=self.args.max_slots)
         self.max_length = engine.max_length
         return engine, ActivePolicy("plain", None, None, plain())
+
+    def _make_recorder(self, settings: TrafficRecording) -> TrafficRecorder:
+        made_by = Provenance(
+            target=self.config.slug,
+            target_spec=self.config.target,
+            target_fingerprint=self.target.fingerprint,
+            drafter_fingerprint=self.drafter.fingerprint,
+            policy="",  # each unit's own
+            policy_fingerprint=None,
+            hardware=describe_hardware(self.target.dtype_name, self.target.device),
+            software=describe_software(),
+        )
+        logger.info("%g of the requests are recorded in %s", settings.share, settings.store)
+        return TrafficRecorder(settings, made_by, self.target.tokenizer_sha256)
 
     # ---- texts and tokens
 
@@ -225,12 +247,15 @@ class Service:
             "refused_policy": refused,
             "sequences": self.decode.num_sequences,
             "limit": self.decode.limit,
+            "recorded_traffic": None if self._recorder is None else asdict(self._recorder.counts),
             "version": __version__,
         }
 
     def close(self) -> None:
         """Stop decoding."""
         self.decode.stop()
+        if self._recorder is not None:
+            self._recorder.close()
         self._tokenizing.shutdown(wait=False)
 
 
