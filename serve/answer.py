@@ -121,7 +121,8 @@ class Answer:
         if self._endpoint == "chat":
             delta = {"role": "assistant", "content": ""}
             return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.chunk(self.text, None, None) if self.text else None
+        # Not `text`: the first event may have been taken already, and comes as a chunk of its own.
+        return self.chunk(self._pieces[0], None, None) if self._pieces[0] else None
 
     def _shown_logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not logprobs:
