@@ -2,10 +2,10 @@
 
     python bench/verify.py FOLDER...
 
-Each folder holds what `graft bench --out FOLDER` wrote. Every cell of `summary.json` that is a function of the rows
-is computed again, in other code than the one that made it; the interval's bounds, which come from random
-resampling, are checked against a resampling of our own. `summary.md` has to show the same numbers. Exit code 1, and
-a line for each, when something differs."""
+Each folder holds what `graft bench` or `graft bench-serve` wrote. Every cell of `summary.json` that is a function of
+the rows is computed again, in other code than the one that made it; the intervals' bounds, which come from random
+resampling, are checked against a resampling of our own. `summary.md` has to show the same numbers. Exit code 1, and a
+line for each, when something differs."""
 
 from __future__ import annotations
 
@@ -73,6 +73,11 @@ def interval_of(pairs: list[tuple[Row, Row]], num_resamples: int = 1000) -> tupl
 
 def differences(folder: Path) -> list[str]:
     """One line for each number that does not follow from the rows."""
+    return load_differences(folder) if (folder / "gaps.jsonl").is_file() else bench_differences(folder)
+
+
+def bench_differences(folder: Path) -> list[str]:
+    """`differences` of what `graft bench` wrote."""
     raw = read_lines(folder / "raw.jsonl")
     outputs = {key_of(row): row for row in read_lines(folder / "outputs.jsonl")}
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -113,6 +118,166 @@ def _table_line(cell: Row) -> str:
         "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value) for value in cell.values()
     ]
     return f"| {' | '.join(shown)} |"
+
+
+# ---- what `graft bench-serve` wrote
+
+
+def load_differences(folder: Path) -> list[str]:
+    """`differences` of what `graft bench-serve` wrote."""
+    raw, gaps = read_lines(folder / "raw.jsonl"), read_lines(folder / "gaps.jsonl")
+    level = json.loads((folder / "run.json").read_text(encoding="utf-8"))["settings"]["service_level"]
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    tables = (folder / "summary.md").read_text(encoding="utf-8")
+    gaps_of = {request_of(row): row["gaps_ms"] for row in gaps}
+    found = [f"gaps.jsonl and raw.jsonl disagree on {request_of(row)}" for row in raw if not _has_gaps(row, gaps_of)]
+    cells = {(row["load"], row["arm"]) for row in raw}
+    if {(cell["load"], cell["arm"]) for cell in summary} != cells or len(summary) != len(cells):
+        found.append("summary.json does not have one entry for each load and arm of raw.jsonl")
+    for cell in summary:
+        name = f"{cell['load']} {cell['arm']}"
+        own, plain = rows_of(raw, cell["load"], cell["arm"]), rows_of(raw, cell["load"], "plain")
+        own_gaps = [gap for row in own for gap in gaps_of.get(request_of(row), ())]
+        for column, value in recompute_load(own, plain, own_gaps, level).items():
+            if not _is_close(cell[column], value, RELATIVE_TOLERANCE):
+                found.append(f"{name}: {column} is {cell[column]}, the rows give {value}")
+        for kind, (first, second) in ratio_sides(plain, own).items():
+            for bound, value in zip(("low", "high"), block_interval(first, second), strict=True):
+                if not _is_close(cell[f"{kind}_{bound}"], value, LOAD_INTERVAL_TOLERANCE):
+                    found.append(
+                        f"{name}: {kind}_{bound} is {cell[f'{kind}_{bound}']}, another resampling gives {value}"
+                    )
+        if _table_line(cell) not in tables:
+            found.append(f"{name}: summary.md does not have the line of summary.json")
+    return found
+
+
+LOAD_INTERVAL_TOLERANCE = 0.1  # few blocks make coarse intervals
+
+Sums = dict[int, tuple[float, float]]  # by block: seconds, tokens
+
+
+def request_of(row: Row) -> tuple[str, int, int, str]:
+    return row["load"], row["block"], row["position"], row["arm"]
+
+
+def rows_of(raw: list[Row], load: str, arm: str) -> list[Row]:
+    return [row for row in raw if (row["load"], row["arm"]) == (load, arm)]
+
+
+def _has_gaps(row: Row, gaps_of: dict[tuple[str, int, int, str], list[float]]) -> bool:
+    gaps = gaps_of.get(request_of(row))
+    if gaps is None:
+        return False
+    shown = [row["itl_mean_ms"], row["itl_p50_ms"], row["itl_p95_ms"], row["itl_p99_ms"], row["itl_max_ms"]]
+    mean, largest = (sum(gaps) / len(gaps), max(gaps)) if gaps else (None, None)
+    own = [mean, *(percentile(gaps, share) for share in (0.5, 0.95, 0.99)), largest]
+    return all(_is_close(*pair, RELATIVE_TOLERANCE) for pair in zip(shown, own, strict=True))
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """Between the two nearest ranks by a straight line."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def token_ms(row: Row) -> float | None:
+    if row["outcome"] != "ok" or row["ttft_ms"] is None or (row["num_tokens"] or 0) < 2:
+        return None
+    return float((1e3 * row["total_s"] - row["ttft_ms"]) / (row["num_tokens"] - 1))
+
+
+def is_good(row: Row, level: Row) -> bool:
+    if row["outcome"] != "ok" or row["ttft_ms"] is None or row["ttft_ms"] > level["ttft_ms"]:
+        return False
+    own = token_ms(row)
+    return own is None or own <= level["token_ms"]
+
+
+def wall_sums(rows: list[Row]) -> Sums:
+    sums = {}
+    for block in {row["block"] for row in rows}:
+        here = [row for row in rows if row["block"] == block]
+        tokens = sum(row["num_tokens"] or 0 for row in here if row["outcome"] == "ok")
+        sums[block] = max(row["due_s"] + row["total_s"] for row in here), float(tokens)
+    return sums
+
+
+def load_pairs(plain: list[Row], own: list[Row]) -> list[tuple[Row, Row]]:
+    """Requests that both arms answered."""
+    answered = {(row["block"], row["position"]): row for row in plain if row["outcome"] == "ok"}
+    return [
+        (answered[row["block"], row["position"]], row)
+        for row in own
+        if row["outcome"] == "ok" and (row["block"], row["position"]) in answered
+    ]
+
+
+def latency_sums(pairs: list[tuple[Row, Row]], side: int) -> Sums:
+    sums: Sums = {}
+    for pair in pairs:
+        seconds, tokens = sums.get(pair[side]["block"], (0.0, 0.0))
+        sums[pair[side]["block"]] = seconds + pair[side]["total_s"], tokens + (pair[side]["num_tokens"] or 0)
+    return sums
+
+
+def ratio_sides(plain: list[Row], own: list[Row]) -> dict[str, tuple[Sums, Sums]]:
+    pairs = load_pairs(plain, own)
+    return {
+        "throughput": (wall_sums(plain), wall_sums(own)),
+        "latency": (latency_sums(pairs, 0), latency_sums(pairs, 1)),
+    }
+
+
+def block_ratio(plain: Sums, own: Sums, chosen: list[int]) -> float:
+    """Seconds per token of plain decoding over the arm's, over the chosen blocks."""
+    rates = [sum(s[block][0] for block in chosen) / sum(s[block][1] for block in chosen) for s in (plain, own)]
+    return rates[0] / rates[1]
+
+
+def _are_comparable(plain: Sums, own: Sums) -> bool:
+    return bool(plain) and plain.keys() == own.keys() and all(s[block][1] for s in (plain, own) for block in s)
+
+
+def block_interval(plain: Sums, own: Sums, num_resamples: int = 4000) -> tuple[float | None, float | None]:
+    if len(plain) < 2 or not _are_comparable(plain, own):
+        return None, None
+    generator, listed = random.Random(1), sorted(plain)
+    drawn = [generator.choices(listed, k=len(listed)) for _ in range(num_resamples)]
+    ratios = [block_ratio(plain, own, chosen) for chosen in drawn]
+    return percentile(ratios, 0.025), percentile(ratios, 0.975)
+
+
+def recompute_load(own: list[Row], plain: list[Row], gaps: list[float], level: Row) -> Row:
+    """The cell's numbers, the intervals excepted."""
+    good = [row for row in own if row["outcome"] == "ok"]
+    wall = sum(seconds for seconds, _ in wall_sums(own).values())
+    num_good = sum(is_good(row, level) for row in own)
+    ttfts = [row["ttft_ms"] for row in good if row["ttft_ms"] is not None]
+    each_ms = [value for value in map(token_ms, good) if value is not None]
+    counted = [row for row in good if row["mean_budget"] is not None and row["num_rounds"]]
+    drafted = sum(row["mean_budget"] * row["num_rounds"] for row in counted)
+    cell: Row = {
+        "num_requests": len(own),
+        "num_ok": len(good),
+        "token_ms": sum(each_ms) / len(each_ms) if each_ms else None,
+        "tokens_per_s": sum(row["num_tokens"] or 0 for row in good) / wall,
+        "goodput_per_s": num_good / wall,
+        "good_share": num_good / len(own),
+        "mean_budget": drafted / sum(row["num_rounds"] for row in counted) if counted else None,
+        "differs_from_plain": sum(a["output_sha256"] != b["output_sha256"] for a, b in load_pairs(plain, own)),
+    }
+    for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99)):
+        cell[f"ttft_{name}_ms"], cell[f"itl_{name}_ms"] = percentile(ttfts, share), percentile(gaps, share)
+    for kind, (first, second) in ratio_sides(plain, own).items():
+        is_fit = _are_comparable(first, second)
+        cell[f"{kind}_ratio"] = block_ratio(first, second, sorted(first)) if is_fit else None
+    return cell
 
 
 def main() -> int:

@@ -293,6 +293,100 @@ def bench(
     raise typer.Exit(run_bench(settings, found, names, chosen, params, warmup, out, learned))
 
 
+@app.command("bench-serve")
+def bench_serve(
+    prompts: PromptFile,
+    out: Annotated[Path, typer.Option(help="New folder for rows and summary.")],
+    url: Annotated[str, typer.Option(help="Address of the running server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model to ask for; default: the only one the server has.")] = None,
+    arms: Annotated[
+        str,
+        typer.Option(help="Comma-separated: plain, ddtree, graft; default is whatever the server does when not asked."),
+    ] = "plain,ddtree,graft",
+    concurrency: Annotated[
+        str, typer.Option(help="Comma-separated numbers of users, each with one request at a time; empty for none.")
+    ] = "1,4,16",
+    rates: Annotated[
+        str, typer.Option(help="Comma-separated requests per second of Poisson arrivals; empty for none.")
+    ] = "",
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks per load, answered by every arm in turn.")] = 6,
+    block_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests of a block; default: twice the users, at least 4; 16 if Poisson."),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    slo_ttft: Annotated[
+        float, typer.Option(min=0.0, help="Goodput counts requests with the first text within so many ms,")
+    ] = 1000.0,
+    slo_token: Annotated[float, typer.Option(min=0.0, help="and at most so many ms per further token.")] = 100.0,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for an answer.")] = 600.0,
+    api_key_file: Annotated[Path | None, typer.Option(help="File with the key to send; default: none is sent.")] = None,
+    limit: Limit = None,
+    soak: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Instead: mixed load for so many minutes, judged for losses and leaks."),
+    ] = None,
+    leave_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Soak: part of the requests whose client leaves early.")
+    ] = 0.1,
+    policies: Annotated[
+        str, typer.Option(help="Soak: policies to swap, comma-separated: none, folders, versions such as v3.")
+    ] = "",
+    swap_every: Annotated[float, typer.Option(min=0.1, help="Soak: seconds between two swaps.")] = 60.0,
+    sample_every: Annotated[
+        float, typer.Option(min=0.01, help="Soak: seconds between two looks at the replicas.")
+    ] = 5.0,
+    tolerate_ties: Annotated[
+        bool,
+        typer.Option("--tolerate-ties", help="Soak: another answer is counted, no failure: for a bfloat16 server."),
+    ] = False,
+    dashboard: Annotated[
+        str, typer.Option(help="Soak: the cluster's dashboard, to swap policies and find replicas.")
+    ] = "http://127.0.0.1:8265",
+    app_name: Annotated[
+        str | None, typer.Option("--app", help="Soak: the Serve application; default: the only one.")
+    ] = None,
+    tracking_uri: Annotated[str | None, typer.Option(help="Soak: the registry of versions in --policies.")] = None,
+) -> None:
+    """Load a running server, methods taking turns, and write rows and a summary; or soak it for a while."""
+    from jobs.load_report import ServiceLevel
+    from jobs.load_schedule import parse_loads
+    from jobs.serve_bench import LoadPlan, Server, parse_arms, read_api_key, run_serve_bench
+
+    found = _read_prompts(prompts, limit)
+    server = Server(url=url, model=model, api_key=read_api_key(api_key_file), timeout_s=timeout)
+    loads = parse_loads(concurrency, rates)
+    if soak is None:
+        plan = LoadPlan(
+            loads=loads,
+            arms=parse_arms(arms),
+            num_blocks=blocks,
+            block_requests=block_requests,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            level=ServiceLevel(slo_ttft, slo_token),
+        )
+        raise typer.Exit(run_serve_bench(server, plan, found, out))
+    from jobs.soak import SoakPlan, run_soak
+    from jobs.soak_command import application_control, parse_policies
+
+    pins = parse_policies(policies, tracking_uri) if policies else []
+    soak_plan = SoakPlan(
+        minutes=soak,
+        concurrency=max(load.concurrency or 1 for load in loads),
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        leave_share=leave_share,
+        swap_every_s=swap_every,
+        sample_every_s=sample_every,
+        tolerates_ties=tolerate_ties,
+    )
+    raise typer.Exit(run_soak(server, soak_plan, found, application_control(dashboard, app_name, pins), out))
+
+
 @app.command()
 def replay(
     store: Store,

@@ -39,6 +39,7 @@ class ServedApplication:
     target_config: str  # the target's YAML file, as its args name it
     policy: PolicyPin | None
     num_running: int  # replicas that serve
+    pids: tuple[int, ...]  # their processes, each on its own node
 
     def serves(self, slug: str) -> bool:
         """Whether it serves the target of that name. An unreadable configuration counts as another target."""
@@ -165,6 +166,7 @@ def _application(name: str, entry: Mapping[str, Any]) -> ServedApplication:
         target_config=str((config.get("args") or {}).get("config", "")),
         policy=UserConfig.model_validate(wanted or {}).policy,
         num_running=sum(replica.get("state") == "RUNNING" for replica in replicas),
+        pids=tuple(replica["pid"] for replica in replicas if replica.get("state") == "RUNNING" and replica.get("pid")),
     )
 
 

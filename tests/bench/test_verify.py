@@ -1,15 +1,22 @@
 """The numbers that are published in bench/ follow from the rows beside them."""
 
+import itertools
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from graft_dist.bench import Arm, Measurement, to_measurement
 from graft_dist.generate import Answer, Request
+from graft_dist.prompts import Prompt
 from jobs.bench_folder import BenchFolder
+from jobs.load_client import Outcome, Reply
+from jobs.load_report import ServiceLevel, render_markdown, summarise, to_lines, to_row
+from jobs.load_schedule import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = sorted(file.parent for file in (ROOT / "bench").rglob("summary.json"))
@@ -49,3 +56,36 @@ def test_true_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:
         done = verify(tmp_path)
         assert done.returncode == 1
         assert f"ddtree 8 all: {column} is" in done.stdout
+
+
+def test_a_load_tests_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:
+    load, level, random = Load(concurrency=2), ServiceLevel(400.0, 60.0), Random(0)
+    pairs = []
+    for block, arm, position in itertools.product(range(6), ("plain", "ddtree"), range(4)):
+        total_s = (1.0 if arm == "plain" else 0.6) * random.uniform(0.9, 1.1)
+        ttft_s = random.uniform(0.05, 0.2)
+        gaps = tuple(random.uniform(0.0, 0.1) for _ in range(5))
+        is_lost = (block, position, arm) == (2, 1, "ddtree")
+        outcome = Outcome.timeout if is_lost else Outcome.ok
+        text, metrics = f"text {position}", {"rounds": 5, "mean_budget": 8.0 * (arm != "plain")}
+        reply = Reply(outcome, 0.0, total_s, ttft_s, gaps, (text,), ("stop",), 20, metrics)
+        prompt = Prompt(f"p{position}", "chat", ("?",))
+        pairs.append(to_row(load, block, position, arm, prompt, 0.1 * position, 0.0, reply))
+    rows, gap_rows = [row for row, _ in pairs], [gap for _, gap in pairs]
+    summary = summarise(rows, gap_rows, level)
+    (tmp_path / "raw.jsonl").write_text(to_lines(rows))
+    (tmp_path / "gaps.jsonl").write_text(to_lines(gap_rows))
+    (tmp_path / "run.json").write_text(json.dumps({"settings": {"service_level": asdict(level)}}))
+    (tmp_path / "summary.md").write_text(render_markdown(summary, rows, level))
+    true = [asdict(row) for row in summary]
+    (tmp_path / "summary.json").write_text(json.dumps(true))
+    done = verify(tmp_path)
+    assert done.returncode == 0, done.stdout
+    for column in set(true[1]) - {"load", "arm", "concurrency"}:
+        false = [true[0], {**true[1], column: 2 * true[1][column] + 1}]
+        (tmp_path / "summary.json").write_text(json.dumps(false))
+        done = verify(tmp_path)
+        assert done.returncode == 1
+        assert f"closed-2 ddtree: {column} is" in done.stdout, column
+    (tmp_path / "summary.json").write_text(json.dumps(true[:1]))
+    assert "one entry for each load and arm" in verify(tmp_path).stdout

@@ -1,0 +1,418 @@
+"""`graft bench-serve --soak`: long mixed load on a running server, with clients that leave and policies that change.
+
+Every prompt becomes one *question*: an endpoint, a length, stop strings, one answer or two, greedy or sampled with a
+seed. Before the load each question is asked once, alone; that answer is the reference. Under load the same questions
+come again and again, streamed or not, and every whole answer has to be the reference: text, reason and token count.
+
+    requests.jsonl  one row per request
+    samples.jsonl   memory and open files of the replicas over time
+    soak.json       counts, growth, problems; soak.md says the same in words
+    run.json        settings, server, machine, versions, commit, command
+
+A request is lost if it gets neither its whole answer nor, for a server that is full, the advice to come back, which it
+follows. Problems (a lost request, another answer, a swap that failed, a replica that died, growth) end the run with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graft_dist.errors import GraftError
+from graft_dist.prompts import BadPrompt, Prompt
+from jobs.load_client import Ask, LoadClient, Outcome, Reply
+from jobs.out_file import to_json, write_aside
+from jobs.process_growth import Growth, ProcessSample, growths, sample_process
+from jobs.serve_bench import Server, about_server, check_folder, find_model, start_folder, usable
+
+_MAX_TRIES = 60  # of a request that a full server sends away
+_SWAP_PATIENCE_S = 120.0
+_FIRST_SWAP_PATIENCE_S = 10.0
+_IDLE_LOOKS = 40  # half a second apart, for a server that nobody asks any more
+_SHOWN_PROBLEMS = 30  # all are in soak.json
+_STOPS = ((), (), ("\n\n",), (". ",), (",", ";"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoakPlan:
+    """How long and how hard."""
+
+    minutes: float
+    concurrency: int
+    max_new_tokens: int
+    seed: int
+    leave_share: float  # of the requests whose client leaves before the end
+    swap_every_s: float
+    sample_every_s: float
+    tolerates_ties: bool  # other answers are counted but are no problem: a bfloat16 server under changing batches
+
+
+@dataclass(frozen=True)
+class ReplicaControl:
+    """What a soak does to the application itself; both may block, and are called on a thread.
+
+    swap: gives the running application its next policy and returns what it is called; None: nothing is swapped.
+    pids: process ids of the replicas on this machine.
+    """
+
+    swap: Callable[[], str] | None
+    pids: Callable[[], list[int]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request that is asked again and again, but for `stream`."""
+
+    name: str
+    kind: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SoakRow:
+    """One request: a line of `requests.jsonl`."""
+
+    question: str
+    at_s: float  # when it was first sent, since the start
+    is_streamed: bool
+    num_answers: int
+    is_sampled: bool
+    is_to_leave: bool
+    num_tries: int
+    outcome: str
+    ttft_ms: float | None
+    total_s: float
+    num_tokens: int | None
+    output_sha256: str | None
+    is_as_before: bool | None  # None without a whole answer
+    detail: str | None
+
+
+@dataclass
+class SoakReport:
+    """What a soak found; `problems` is empty if all was well."""
+
+    seconds: float
+    num_requests: int
+    outcomes: dict[str, int]
+    num_rejections: int  # answered by "come back later", and then answered
+    num_tokens: int
+    num_compared: int
+    num_differing: int
+    swaps: list[dict[str, Any]]
+    growth: list[dict[str, Any]]
+    problems: list[str] = field(default_factory=list)
+
+
+def run_soak(
+    server: Server, plan: SoakPlan, prompts: Sequence[Prompt | BadPrompt], control: ReplicaControl, out: Path
+) -> int:
+    """Load the server for `plan.minutes`, at least until every question was asked once.
+
+    Returns the exit code: 0, or 1 if there was a problem. Raises `GraftError` if the soak cannot begin.
+    """
+    good = usable(prompts)
+    check_folder(out)
+    return asyncio.run(_soak(server, plan, good, control, out))
+
+
+async def _soak(server: Server, plan: SoakPlan, prompts: Sequence[Prompt], control: ReplicaControl, out: Path) -> int:
+    async with server.client() as client:
+        model = await find_model(client, server.model)
+        settings = asdict(plan) | {"model": model, "num_prompts": len(prompts), "timeout_s": server.timeout_s}
+        about = {"settings": settings, "server": await about_server(client)}
+        start_folder(out, about)
+        soak = _Soak(client, plan, questions(prompts, model, plan.max_new_tokens, plan.seed), control)
+        await soak.ask_references()
+        await soak.run()
+    report = soak.report()
+    write_aside(out / "requests.jsonl", _to_lines(soak.rows))
+    write_aside(out / "samples.jsonl", _to_lines(soak.samples))
+    write_aside(out / "soak.json", to_json(asdict(report)))
+    write_aside(out / "soak.md", render_report(report, plan))
+    print(render_report(report, plan), end="")
+    print(f"rows and report: {out}", file=sys.stderr)
+    return 1 if report.problems else 0
+
+
+def questions(prompts: Sequence[Prompt], model: str, max_new_tokens: int, seed: int) -> list[Question]:
+    """One question per prompt, a function of the arguments; neighbours differ in as much as possible."""
+    made = []
+    for index, prompt in enumerate(prompts):
+        draw = random.Random(f"{seed}:{prompt.id}")
+        is_sampled = draw.random() < 0.3
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": draw.randint(max(1, max_new_tokens // 4), max_new_tokens),
+            "temperature": 0.8 if is_sampled else 0.0,
+            "seed": seed + index,
+        }
+        stop = draw.choice(_STOPS)
+        if stop:
+            body["stop"] = list(stop)
+        if draw.random() < 0.2:
+            body["n"] = 2
+        kind = "text" if index % 4 == 3 else "chat"
+        if kind == "text":
+            body["prompt"] = prompt.turns[-1]
+        else:
+            body["messages"] = [{"role": "user", "content": turn} for turn in prompt.turns]
+        made.append(Question(prompt.id, kind, body))
+    return made
+
+
+class _Soak:
+    """One run: asks, swaps, watches, and judges in the end."""
+
+    def __init__(self, client: LoadClient, plan: SoakPlan, asked: Sequence[Question], control: ReplicaControl) -> None:
+        self.client, self.plan, self.questions, self.control = client, plan, list(asked), control
+        self.rows: list[SoakRow] = []
+        self.samples: list[ProcessSample] = []
+        self.swaps: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+        self._references: dict[str, tuple[Any, ...]] = {}
+        self._typical_s = 1.0  # of a whole answer, for clients that leave before it
+        self._num_asked = self._num_rejections = 0
+        self._draw = random.Random(plan.seed)
+        self._start = time.perf_counter()
+        self._deadline = self._start
+
+    async def ask_references(self) -> None:
+        """Every question alone on an idle server. Raises `GraftError` if one is not answered."""
+        for question in self.questions:
+            reply, _ = await self._ask(Ask(question.kind, question.body))
+            if reply.outcome != Outcome.ok:
+                raise GraftError(f"the server does not answer {question.name}: {reply.detail or reply.outcome}")
+            self._references[question.name] = _answer(reply)
+            self._typical_s = max(0.05, 0.5 * self._typical_s + 0.5 * reply.total_s)
+
+    async def run(self) -> None:
+        """Load, swap and watch until the time is over, every question was asked and every answer is in."""
+        self._start = time.perf_counter()
+        self._deadline = self._start + 60 * self.plan.minutes
+        watch = asyncio.create_task(self._every(self.plan.sample_every_s, self._sample))
+        swap = asyncio.create_task(self._every(self.plan.swap_every_s, self._swap))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.plan.concurrency):
+                    group.create_task(self._user())
+        finally:
+            for task in (watch, swap):
+                task.cancel()
+            await asyncio.gather(watch, swap, return_exceptions=True)
+        self.seconds = time.perf_counter() - self._start
+        await self._check_idle()
+
+    async def _check_idle(self) -> None:
+        """After the last answer, and the clients that left, no sequence may hold or wait for a slot."""
+        for _ in range(_IDLE_LOOKS):
+            health = await self.client.get("/healthz") or {}
+            if health.get("sequences", 0) == 0:
+                return
+            await asyncio.sleep(0.5)
+        self.problems.append(f"the server still has {health['sequences']} sequences although nobody asks anything")
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+    async def _every(self, period_s: float, act: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await act()
+            await asyncio.sleep(period_s)
+
+    async def _user(self) -> None:
+        while time.perf_counter() < self._deadline or self._num_asked < len(self.questions):
+            if self._num_asked % len(self.questions) == 0:
+                self._draw.shuffle(self.questions)
+            question = self.questions[self._num_asked % len(self.questions)]
+            self._num_asked += 1
+            is_to_leave = self._draw.random() < self.plan.leave_share
+            leave_after_s = self._draw.uniform(0.0, self._typical_s) if is_to_leave else None
+            body = dict(question.body)
+            if self._draw.random() < 0.6:
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+            at_s = self._now()
+            reply, num_tries = await self._ask(Ask(question.kind, body, leave_after_s))
+            self._judge(question, body, at_s, is_to_leave, reply, num_tries)
+
+    async def _ask(self, ask: Ask) -> tuple[Reply, int]:
+        """Ask, and come back when the server is full; the last reply and how often it was asked."""
+        for num_tries in itertools.count(1):
+            reply = await self.client.ask(ask)
+            is_invited = reply.outcome == Outcome.rejected and reply.retry_after_s is not None
+            if not is_invited or num_tries == _MAX_TRIES:
+                return reply, num_tries
+            self._num_rejections += 1
+            await asyncio.sleep(min(reply.retry_after_s or 0.0, 10.0))
+        raise AssertionError
+
+    def _judge(
+        self, question: Question, body: dict[str, Any], at_s: float, is_to_leave: bool, reply: Reply, num_tries: int
+    ) -> None:
+        is_whole = reply.outcome == Outcome.ok
+        is_as_before = _answer(reply) == self._references[question.name] if is_whole else None
+        if not is_whole and not (is_to_leave and reply.outcome == Outcome.left):
+            self.problems.append(f"{question.name} at {at_s:.1f} s was lost: {reply.outcome} ({reply.detail})")
+        if is_as_before is False and not self.plan.tolerates_ties:
+            difference = _difference(self._references[question.name], _answer(reply))
+            self.problems.append(f"{question.name} at {at_s:.1f} s was answered otherwise than before: {difference}")
+        self.rows.append(
+            SoakRow(
+                question=question.name,
+                at_s=round(at_s, 3),
+                is_streamed="stream" in body,
+                num_answers=body.get("n", 1),
+                is_sampled=body["temperature"] > 0,
+                is_to_leave=is_to_leave,
+                num_tries=num_tries,
+                outcome=reply.outcome.value,
+                ttft_ms=None if reply.ttft_s is None else round(1e3 * reply.ttft_s, 3),
+                total_s=round(reply.total_s, 6),
+                num_tokens=reply.num_tokens,
+                output_sha256=hashlib.sha256("\0".join(reply.texts).encode()).hexdigest() if is_whole else None,
+                is_as_before=is_as_before,
+                detail=reply.detail,
+            )
+        )
+
+    async def _swap(self) -> None:
+        if self.control.swap is None:
+            return
+        at_s, before = self._now(), await self._fingerprint()
+        try:
+            name = await asyncio.to_thread(self.control.swap)
+            after = await self._changed_from(before)
+        except Exception as error:  # whatever it is, the load goes on and the report says it
+            self.problems.append(f"the swap at {at_s:.1f} s failed: {' '.join(str(error).split())[:300]}")
+            return
+        took_s = round(self._now() - at_s, 3)
+        self.swaps.append({"at_s": round(at_s, 3), "took_s": took_s, "policy": name, "system_fingerprint": after})
+
+    async def _fingerprint(self) -> str:
+        version = await self.client.get("/version") or {}
+        return str(version.get("system_fingerprint"))
+
+    async def _changed_from(self, before: str) -> str:
+        """Wait until another policy is in force. The first swap may ask for the one that already is."""
+        patience_s = _SWAP_PATIENCE_S if self.swaps else _FIRST_SWAP_PATIENCE_S
+        deadline = time.perf_counter() + patience_s
+        while time.perf_counter() < deadline:
+            after = await self._fingerprint()
+            if after != before:
+                if after.endswith("+refused"):
+                    raise GraftError("the policy was refused; /healthz has the reason")
+                return after
+            await asyncio.sleep(0.2)
+        if self.swaps:
+            raise GraftError(f"no other policy is in force after {patience_s:g} s")
+        return before
+
+    async def _sample(self) -> None:
+        try:
+            pids = await asyncio.to_thread(self.control.pids)
+        except Exception as error:
+            self.problems.append(
+                f"the replicas at {self._now():.1f} s are not known: {' '.join(str(error).split())[:300]}"
+            )
+            return
+        for pid in pids:
+            sample = sample_process(pid, self._now())
+            if sample is not None:
+                self.samples.append(sample)
+
+    def report(self) -> SoakReport:
+        """Judge what the run left."""
+        problems = list(self.problems)
+        compared = [row for row in self.rows if row.is_as_before is not None]
+        first, last = (_pids_at(self.samples, end) for end in (0, -1))
+        gone = sorted(first - last)
+        if gone:
+            problems.append(f"replicas died: process {', '.join(map(str, gone))}")
+        found = growths(self.samples)
+        problems += [_growth_line(growth) for growth in found if growth.has_grown]
+        if not compared:
+            problems.append("no answer was compared: the run was too short")
+        return SoakReport(
+            seconds=round(self.seconds, 3),
+            num_requests=len(self.rows),
+            outcomes=dict(sorted(Counter(row.outcome for row in self.rows).items())),
+            num_rejections=self._num_rejections,
+            num_tokens=sum(row.num_tokens or 0 for row in self.rows),
+            num_compared=len(compared),
+            num_differing=sum(row.is_as_before is False for row in compared),
+            swaps=self.swaps,
+            growth=[asdict(growth) | {"has_grown": growth.has_grown} for growth in found],
+            problems=problems,
+        )
+
+
+def _answer(reply: Reply) -> tuple[Any, ...]:
+    return reply.texts, reply.finish_reasons, reply.num_tokens
+
+
+def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+    """The first thing in which two answers differ."""
+    for first, second in zip(before[0], now[0], strict=False):
+        if first != second:
+            pairs = itertools.zip_longest(first, second)
+            at = next(index for index, (one, other) in enumerate(pairs) if one != other)
+            return f"character {at} on is {second[at : at + 20]!r}, it was {first[at : at + 20]!r}"
+    if len(before[0]) != len(now[0]):
+        return f"{len(now[0])} answers, it was {len(before[0])}"
+    if before[1] != now[1]:
+        return f"the reason to end is {now[1]}, it was {before[1]}"
+    return f"{now[2]} tokens, it was {before[2]}"
+
+
+def _pids_at(samples: Sequence[ProcessSample], end: int) -> set[int]:
+    """The processes of the first or the last look."""
+    if not samples:
+        return set()
+    return {sample.pid for sample in samples if abs(sample.at_s - samples[end].at_s) < 1.0}
+
+
+def _growth_line(growth: Growth) -> str:
+    return (
+        f"process {growth.pid}: {growth.quantity} grew by {growth.growth:.1f} around a median of {growth.median:.1f}; "
+        f"{growth.allowed:.1f} is allowed"
+    )
+
+
+def render_report(report: SoakReport, plan: SoakPlan) -> str:
+    """`soak.md`."""
+    outcomes = ", ".join(f"{number} {outcome}" for outcome, number in report.outcomes.items())
+    lines = [
+        f"{report.seconds:.0f} s at concurrency {plan.concurrency}: {report.num_requests} requests ({outcomes}), "
+        f"{report.num_rejections} times sent away and asked again, {report.num_tokens} tokens, "
+        f"{len(report.swaps)} policy swaps.",
+        "",
+        f"{report.num_compared} whole answers were compared with the same question's answer on an idle server; "
+        f"{report.num_differing} differ.",
+        "",
+        "| process | quantity | samples | median | growth | noise | allowed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for growth in report.growth:
+        cells = [growth["pid"], growth["quantity"], growth["num_samples"]]
+        numbers = [f"{growth[name]:.1f}" for name in ("median", "growth", "noise", "allowed")]
+        lines.append(f"| {' | '.join(map(str, [*cells, *numbers]))} |")
+    if not report.growth:
+        lines.append("| too few samples to judge | | | | | | |")
+    more = len(report.problems) - _SHOWN_PROBLEMS
+    lines += ["", "Problems:" if report.problems else "No problems."]
+    lines += [f"* {line}" for line in report.problems[:_SHOWN_PROBLEMS]] + [f"* and {more} more"] * (more > 0)
+    return "\n".join(lines) + "\n"
+
+
+def _to_lines(rows: Sequence[Any]) -> str:
+    return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)

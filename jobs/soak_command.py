@@ -1,0 +1,61 @@
+"""What a soak does to a running Serve application, through its dashboard: swap the policy, find the processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from graft_dist.errors import ConfigError, GraftError, PolicyError
+from jobs.soak import ReplicaControl
+from serve import applications
+from serve.serve_args import PolicyPin, RegistryPin
+
+
+def parse_policies(listed: str, tracking_uri: str | None) -> list[PolicyPin | None]:
+    """Policies with commas between them: `none`, a folder, `builtin:NAME`, or a registered version such as `v3`.
+
+    Raises `PolicyError` for fewer than two, and for a version without a registry.
+    """
+    pins: list[PolicyPin | None] = []
+    for text in (part.strip() for part in listed.split(",")):
+        if text == "none":
+            pins.append(None)
+        elif text[:1] == "v" and text[1:].isdigit():
+            if tracking_uri is None:
+                raise PolicyError(f"--policies names the registered version {text}: say where with --tracking-uri")
+            pins.append(PolicyPin(registry=RegistryPin(version=int(text[1:]), tracking_uri=tracking_uri)))
+        else:
+            # Replicas have another working directory.
+            pins.append(PolicyPin(folder=text if text.startswith("builtin:") else str(Path(text).absolute())))
+    if len({None if pin is None else pin.describe() for pin in pins}) < 2:
+        raise PolicyError(f"--policies is {listed!r}: to swap, name at least two of them")
+    return pins
+
+
+def application_control(address: str, name: str | None, policies: Sequence[PolicyPin | None]) -> ReplicaControl:
+    """Control over the application `name` (default: the only one) at a dashboard; no policies: nothing is swapped.
+
+    Raises `GraftError` if it is not there.
+    """
+    names = [application.name for application in applications.list_applications(address)]
+    if name is None and len(names) != 1:
+        raise ConfigError(f"there are {len(names)} applications at {address}: name one of {', '.join(names)} (--app)")
+    chosen = names[0] if name is None else name
+    if chosen not in names:
+        raise ConfigError(f"there is no application {chosen!r} at {address}; there are: {', '.join(names) or 'none'}")
+    turns = itertools.cycle(policies)
+
+    def swap() -> str:
+        policy = next(turns)
+        applications.set_policy(address, chosen, policy)
+        return "none" if policy is None else policy.describe()
+
+    def pids() -> list[int]:
+        found = next((one for one in applications.list_applications(address) if one.name == chosen), None)
+        if found is None:
+            raise GraftError(f"the application {chosen!r} has gone")
+        return [pid for pid in found.pids if os.path.exists(f"/proc/{pid}")]
+
+    return ReplicaControl(swap if policies else None, pids)

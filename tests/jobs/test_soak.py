@@ -1,0 +1,186 @@
+"""A soak passes a server that keeps its word and names what a bad one does; whole runs against a real HTTP server."""
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graft_dist.errors import GraftError
+from graft_dist.prompts import BadPrompt, Prompt
+from jobs.serve_bench import Server
+from jobs.soak import ReplicaControl, SoakPlan, questions, run_soak
+from tests.jobs.scripted_server import event, head, json_answer, serving
+
+PROMPTS = [Prompt(f"p{index}", "chat", (f"Question {index}?",)) for index in range(40)]
+BAD = BadPrompt("bad:1", 1, "not JSON")
+PLAN = SoakPlan(
+    minutes=0.001, concurrency=3, max_new_tokens=8, seed=0, leave_share=0.2, swap_every_s=0.05, sample_every_s=0.02,
+    tolerates_ties=False,
+)  # fmt: skip
+
+
+class Replica:
+    """Answers as a good server does, until a fault is given: called with the number of the completion, may answer."""
+
+    def __init__(self, fault: Callable[[int], bytes | None] = lambda number: None, text: str = "same") -> None:
+        self.fault, self.text = fault, text
+        self.version = 0
+        self.num_stuck = 0
+        self.counts: Counter[str] = Counter()
+        self._numbers = itertools.count()
+
+    async def answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        self.counts[path] += 1
+        fixed: dict[str, Any] = {
+            "/v1/models": {"data": [{"id": "tiny"}]},
+            "/version": {"version": "1", "system_fingerprint": f"graft-{self.version}"},
+            "/healthz": {"sequences": self.num_stuck},
+        }
+        if path in fixed:
+            writer.write(json_answer(fixed[path]))
+            return
+        number = next(self._numbers)
+        fault = self.fault(number)
+        await asyncio.sleep(0.005)
+        writer.write(self._whole(path, body) if fault is None else fault)
+        await writer.drain()
+
+    def _whole(self, path: str, body: dict[str, Any]) -> bytes:
+        asked = body.get("prompt") or body["messages"][0]["content"]
+        texts = [f"{self.text} {asked} {index}" for index in range(body.get("n", 1))]
+        is_chat = path.endswith("/chat/completions")
+        usage = {"completion_tokens": 3 * len(texts)}
+        if not body.get("stream"):
+            key = (lambda text: {"message": {"content": text}}) if is_chat else (lambda text: {"text": text})
+            choices = [key(text) | {"index": at, "finish_reason": "stop"} for at, text in enumerate(texts)]
+            return json_answer({"choices": choices, "usage": usage})
+        parts = [head()]
+        for at, text in enumerate(texts):
+            for piece in (text[:4], text[4:]):
+                delta = {"delta": {"content": piece}} if is_chat else {"text": piece}
+                parts.append(event(choices=[{"index": at, "finish_reason": None} | delta]))
+            parts.append(
+                event(choices=[{"index": at, "finish_reason": "stop"} | ({"delta": {}} if is_chat else {"text": ""})])
+            )
+        return b"".join([*parts, event(choices=[], usage=usage), b"data: [DONE]\n\n"])
+
+    def swap(self) -> str:
+        self.version += 1
+        return f"v{self.version}"
+
+
+def soak(
+    replica: Replica, out: Path, pids: Callable[[], list[int]] = lambda: [os.getpid()], plan: SoakPlan = PLAN,
+    prompts: Sequence[Prompt | BadPrompt] = PROMPTS,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    with serving(replica.answer) as server:
+        code = run_soak(
+            Server(url=server.url, model=None, timeout_s=60.0), plan, prompts, ReplicaControl(replica.swap, pids), out
+        )
+    return code, json.loads((out / "soak.json").read_text())
+
+
+def test_a_server_that_keeps_its_word_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replica = Replica()
+    code, report = soak(replica, tmp_path / "out", prompts=[*PROMPTS, BAD])
+    assert code == 0 and report["problems"] == [], report["problems"]
+    assert set(report["outcomes"]) <= {"ok", "left"} and report["num_differing"] == 0
+    assert report["num_compared"] == report["outcomes"]["ok"] > 20
+    assert report["swaps"][0]["system_fingerprint"] == "graft-1"
+    rows = [json.loads(line) for line in (tmp_path / "out" / "requests.jsonl").read_text().splitlines()]
+    assert len(rows) == report["num_requests"]
+    for column in ("is_streamed", "is_sampled", "is_to_leave", "num_answers"):
+        assert len({row[column] for row in rows}) == 2, column
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["pid"] for sample in samples} == {os.getpid()}
+    assert replica.counts["/v1/completions"] and replica.counts["/v1/chat/completions"]
+    shown = capsys.readouterr()
+    assert "No problems." in shown.out and "bad:1 is left out" in shown.err
+    assert (tmp_path / "out" / "soak.md").read_text() in shown.out
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["minutes"] == PLAN.minutes
+
+
+# Two questions are asked for reference before the load, so the third completion is the first under load.
+FEW = PROMPTS[:2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (head() + event(choices=[{"index": 0, "delta": {"content": "sa"}}]), "was lost: cut"),
+        (json_answer({"error": {"message": "out of luck"}}, "500 Oh"), "was lost: refused (HTTP 500: out of luck)"),
+        (json_answer({"error": {"message": "going"}}, "503 Draining"), "was lost: rejected"),
+        (b"", "was lost: unreachable"),
+    ],
+)
+def test_a_lost_request_is_named(fault: bytes, sentence: str, tmp_path: Path) -> None:
+    plan = replace(PLAN, leave_share=0.0)
+    code, report = soak(Replica(lambda number: fault if number == 2 else None), tmp_path, plan=plan, prompts=FEW)
+    assert code == 1 and len(report["problems"]) == 1
+    assert sentence in report["problems"][0]
+
+
+def test_a_full_server_is_asked_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    full = json_answer({"error": {"message": "full"}}, "429 Full", "Retry-After: 0\r\n")
+    plan = replace(PLAN, leave_share=0.0)
+    code, report = soak(Replica(lambda number: full if number in (2, 3, 4) else None), tmp_path, plan=plan, prompts=FEW)
+    assert code == 0 and report["num_rejections"] == 3 and set(report["outcomes"]) == {"ok"}
+
+
+@pytest.mark.parametrize("tolerates_ties", [False, True])
+def test_another_answer_is_named_or_counted(tolerates_ties: bool, tmp_path: Path) -> None:
+    replica = Replica()
+    replica.fault = lambda number: setattr(replica, "text", "other") if number == 2 else None
+    plan = replace(PLAN, leave_share=0.0, tolerates_ties=tolerates_ties)
+    code, report = soak(replica, tmp_path, plan=plan, prompts=FEW)
+    assert report["num_differing"] == report["num_compared"] >= 2
+    assert code == (0 if tolerates_ties else 1)
+    assert ("was answered otherwise than before" in str(report["problems"])) is not tolerates_ties
+
+
+def test_a_sequence_that_is_left_a_replica_that_dies_and_a_swap_that_fails_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.soak._IDLE_LOOKS", 1)
+    replica = Replica()
+    replica.num_stuck = 2
+    other = subprocess.Popen(["sleep", "600"])
+    lives = iter([[os.getpid(), other.pid], *[[os.getpid()]] * 10_000])
+
+    def refuse() -> str:
+        raise GraftError("no such policy")
+
+    replica.swap = refuse  # type: ignore[method-assign]
+    plan = replace(PLAN, minutes=0.03, leave_share=0.0)  # the first look and the last are more than a second apart
+    try:
+        code, report = soak(replica, tmp_path, lambda: next(lives), plan=plan, prompts=FEW)
+    finally:
+        other.kill()
+        other.wait()
+    assert code == 1
+    for sentence in ("failed: no such policy", f"replicas died: process {other.pid}", "still has 2 sequences"):
+        assert sentence in str(report["problems"])
+
+
+def test_a_server_that_does_not_answer_a_question_alone_cannot_be_soaked(tmp_path: Path) -> None:
+    refusal = json_answer({"error": {"message": "no such model"}}, "400 No")
+    with pytest.raises(GraftError, match="does not answer p0: HTTP 400: no such model"):
+        soak(Replica(lambda number: refusal), tmp_path)
+
+
+def test_questions_are_a_function_of_the_prompts_and_differ_in_all_that_matters() -> None:
+    made = questions(PROMPTS, "tiny", max_new_tokens=32, seed=3)
+    assert made == questions(PROMPTS, "tiny", 32, 3) != questions(PROMPTS, "tiny", 32, 4)
+    assert {question.kind for question in made} == {"chat", "text"}
+    assert {question.body.get("n", 1) for question in made} == {1, 2}
+    assert {question.body["temperature"] for question in made} == {0.0, 0.8}
+    assert any("stop" in question.body for question in made) and not all("stop" in question.body for question in made)
+    assert all(8 <= question.body["max_tokens"] <= 32 for question in made)
