@@ -1,0 +1,108 @@
+"""The gate: whether a challenger takes the champion's place, from measured evidence alone.
+
+Evidence is paired by prompt: what the champion and the challenger made of the same prompts, in tokens and milliseconds.
+Replay's evidence covers many rounds and has no noise of timing, so it decides; the live run is short and noisy, so it
+may only object; the audit may refuse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graft_dist.bench import bootstrap_interval, paired_ratio
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One policy's part of the evidence."""
+
+    name: str  # "champion v3", "ddtree 8"
+    tokens_per_s: float
+    mat: float  # tokens a round
+    mismatch_rate: float | None  # of rounds; None where it was not observed
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Tokens per second of the challenger over the champion's, with a 95 % interval over prompts."""
+
+    source: str  # "replay" or "live"
+    champion: Side
+    challenger: Side
+    ratio: float
+    low: float
+    high: float
+    num_prompts: int
+
+    def sentence(self) -> str:
+        """For people."""
+        return (
+            f"{self.source}: {self.challenger.name} {self.challenger.tokens_per_s:.1f} tokens/s, {self.champion.name} "
+            f"{self.champion.tokens_per_s:.1f}, ratio {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}, "
+            f"{self.num_prompts} prompts)"
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the gate says, and why."""
+
+    is_promoted: bool
+    reason: str
+
+
+def compare(
+    source: str,
+    champion: tuple[str, FloatArray, float, float | None],
+    challenger: tuple[str, FloatArray, float, float | None],
+) -> Evidence:
+    """Pair two policies.
+
+    Args:
+        source: where the numbers come from.
+        champion, challenger: name, [prompts, 2] milliseconds and tokens of the same prompts, MAT, mismatch rate.
+
+    Raises:
+        ValueError: no prompts, or other prompts on one side.
+    """
+    ours, theirs = challenger[1], champion[1]
+    if ours.shape != theirs.shape or len(ours) == 0:
+        raise ValueError(f"evidence needs the same prompts on both sides, not {theirs.shape} and {ours.shape}")
+    low, high = bootstrap_interval(theirs, ours)
+    return Evidence(
+        source,
+        _side(*champion),
+        _side(*challenger),
+        paired_ratio(theirs, ours),
+        low,
+        high,
+        len(ours),
+    )
+
+
+def decide(replayed: Evidence, live: Evidence | None, num_audit_bugs: int, margin: float) -> Decision:
+    """Return the decision.
+
+    The challenger is promoted when no audited answer differs from the target's own, replay finds it faster by `margin`
+    (a share, such as 0.01) with the whole interval above 1, and the live run does not find it slower with its whole
+    interval.
+    """
+    if num_audit_bugs:
+        return Decision(False, f"{num_audit_bugs} audited answers are not the target's own")
+    if replayed.ratio < 1.0 + margin:
+        return Decision(False, f"it is not faster by {100 * margin:g} %: {replayed.sentence()}")
+    if replayed.low <= 1.0:
+        return Decision(False, f"the interval does not lie above 1: {replayed.sentence()}")
+    if live is not None and live.high < 1.0:
+        return Decision(False, f"the live run found it slower: {live.sentence()}")
+    return Decision(True, replayed.sentence())
+
+
+def _side(name: str, totals: FloatArray, mat: float, mismatch_rate: float | None) -> Side:
+    ms, tokens = totals.sum(axis=0)
+    return Side(name, float(tokens / ms * 1000), mat, mismatch_rate)
