@@ -1,0 +1,41 @@
+"""Which prompts a retraining run asks: unseen, held out, in an order that stays put."""
+
+import json
+from pathlib import Path
+
+from graft_dist.prompt_source import PromptSource
+from graft_dist.prompts import Prompt, is_held_out, prompt_hash, read_prompts
+from jobs.fresh_prompts import asked_before, choose_fresh, write_prompts
+
+
+def sources(folder: Path, count: int) -> list[PromptSource]:
+    rows = [{"id": f"p{number}", "task": "t", "turns": [f"Count to {number}."]} for number in range(count)]
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
+    return [PromptSource(path=str(path))]
+
+
+def test_held_out_prompts_only_in_the_order_of_their_hashes(tmp_path: Path) -> None:
+    found = choose_fresh(sources(tmp_path, 100), set(), 1000, every_prompt=False)
+    assert 5 < len(found) < 40 and all(is_held_out(prompt.turns) for prompt in found)
+    assert [prompt_hash(prompt.turns) for prompt in found] == sorted(prompt_hash(prompt.turns) for prompt in found)
+    assert len(choose_fresh(sources(tmp_path, 100), set(), 1000, every_prompt=True)) == 100
+
+
+def test_what_was_asked_is_not_asked_again_and_more_sources_do_not_reshuffle(tmp_path: Path) -> None:
+    first = choose_fresh(sources(tmp_path, 100), set(), 5, every_prompt=True)
+    asked = {prompt_hash(prompt.turns) for prompt in first}
+    second = choose_fresh(sources(tmp_path, 200), asked, 195, every_prompt=True)
+    assert len(second) == 195 and not asked & {prompt_hash(prompt.turns) for prompt in second}
+    everything = asked | {prompt_hash(prompt.turns) for prompt in second}
+    assert choose_fresh(sources(tmp_path, 200), everything, 5, every_prompt=True) == []
+
+
+def test_only_finished_collections_count_as_asked(tmp_path: Path) -> None:
+    prompts = [Prompt("a", "t", ("One.",)), Prompt("b", "t", ("Two é.",))]
+    for run, prompt in zip(("done", "cut"), prompts, strict=True):
+        (tmp_path / run).mkdir()
+        write_prompts(tmp_path / run / "prompts.jsonl", [prompt])
+    assert read_prompts(tmp_path / "cut" / "prompts.jsonl") == [prompts[1]]
+    (tmp_path / "done" / "2-collect.json").write_text("{}")
+    assert asked_before(tmp_path) == {prompt_hash(("One.",))}
