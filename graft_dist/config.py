@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails
 
 from graft_dist.errors import ConfigError
+from graft_dist.prompt_source import PromptSource
+from graft_dist.retraining import Retraining
 from graft_dist.schedule import Schedule
 
 BUILTIN_TARGETS = ("builtin:smollm2-135m",)
@@ -93,6 +95,10 @@ class TargetConfig(BaseModel):
     resources: Annotated[Resources, Field(description="a mapping with the keys num_cpus, num_gpus and num_actors")] = (
         Resources()
     )
+    # How its policy is trained again; null where nobody does so unattended.
+    retrain: Annotated[
+        Retraining | None, Field(description="a mapping with the key prompts and the others of a retraining, or null")
+    ] = None
     # When the target is trained again; null where nobody does so on a schedule.
     schedule: Annotated[
         Schedule | None, Field(description="a mapping with the key cron and the others of a schedule, or null")
@@ -206,14 +212,21 @@ def _sentence(detail: ErrorDetails) -> str:
     return f"{key} is {_shown(detail['input'])}, allowed is {_allowed(location)}"
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"resources": Resources, "schedule": Schedule}
+_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+    ("resources",): Resources,
+    ("schedule",): Schedule,
+    ("retrain",): Retraining,
+    ("retrain", "prompts"): PromptSource,
+}
 
 
 def _model_at(location: list[str]) -> tuple[type[BaseModel], str]:
     """The model and the field name that a pydantic error location points at; list indices belong to their field."""
-    if len(location) > 1 and location[0] in _SECTIONS:
-        return _SECTIONS[location[0]], location[1]
-    return TargetConfig, location[0]
+    names = [part for part in location if not part.isdigit()]
+    for length in range(len(names) - 1, 0, -1):
+        if tuple(names[:length]) in _SECTIONS:
+            return _SECTIONS[tuple(names[:length])], names[length]
+    return TargetConfig, names[0]
 
 
 def _allowed(location: list[str]) -> str:

@@ -157,6 +157,12 @@ def test_folders_are_told_from_hub_ids() -> None:
         ("revision: main", ["revision is 'main'", "builtin:smollm2-135m has no revisions"]),
         ("drafter_revision: main", ["drafter_revision is 'main'", "has no revisions"]),
         ("device: cuda", ["device is cuda", "resources.num_gpus is 0"]),
+        ("retrain: {}", ["the key retrain.prompts is missing", "a list of sources"]),
+        ("retrain: {prompts: [{path: a.jsonl}], marjin: 0}", ["unknown key retrain.marjin", "did you mean margin?"]),
+        ("retrain: {prompts: [{path: a.jsonl}], margin: 2}", ["retrain.margin is 2", "a share from 0 to 1"]),
+        ("retrain: {prompts: [{path: a.jsonl}], explore: [0, 8]}", ["retrain.explore", "two of them at least above 0"]),
+        ("retrain: {prompts: [{path: a.jsonl, limit: 0}]}", ["retrain.prompts.0.limit is 0", "from 1 on"]),
+        ("retrain: {prompts: [{path: a.jsonl, hub: a/b}]}", ["retrain.prompts.0", "either path or hub"]),
         ("{device: cpu, resources: {num_gpus: 1}}", ["resources.num_gpus is 1", "device is cpu"]),
     ],
 )
