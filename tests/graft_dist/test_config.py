@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from graft_dist.config import TargetConfig, is_folder_spec, load_config, targets_folder
+from graft_dist.config import Resources, TargetConfig, is_folder_spec, load_config, targets_folder
 from graft_dist.errors import ConfigError
+from graft_dist.prompt_source import PromptSource
+from graft_dist.retraining import Retraining
 from graft_dist.schedule import Schedule
 
 MINIMAL = "target: builtin:smollm2-135m\ndrafter: builtin:smollm2-135m\n"
@@ -227,11 +229,10 @@ def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:
 
 def test_every_key_is_documented() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    resources = TargetConfig.model_fields["resources"].annotation
-    assert isinstance(resources, type)
-    keys = [key for key in TargetConfig.model_fields if key not in ("resources", "schedule")]
-    keys += [f"resources.{key}" for key in resources.model_fields]  # type: ignore[attr-defined]
-    keys += [f"schedule.{key}" for key in Schedule.model_fields]
+    sections = {"resources": Resources, "retrain": Retraining, "schedule": Schedule}
+    keys = [key for key in TargetConfig.model_fields if key not in sections]
+    keys += [f"{section}.{key}" for section, model in sections.items() for key in model.model_fields]
+    keys += [f"retrain.prompts[].{key}" for key in PromptSource.model_fields if key not in ("revision", "files")]
     assert [key for key in keys if f"| `{key}` |" not in page] == []
 
 
