@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -446,6 +447,21 @@ def compact(
     from jobs.store_command import run_compact
 
     run_compact(store, orphan_age_hours)
+
+
+@store_app.command()
+def forget(
+    store: Store,
+    before: Annotated[
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="Everything written on earlier days (UTC).")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="With --before: of this target only.")] = None,
+    run: Annotated[str | None, typer.Option(help="Everything that a run recorded, by its id.")] = None,
+) -> None:
+    """Delete the rows of whole days, or of a run; their files stay until `graft store vacuum`."""
+    from jobs.store_command import run_forget
+
+    run_forget(store, None if before is None else before.date(), target, run)
 
 
 @store_app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 from graft_dist.errors import StoreError
@@ -15,6 +16,14 @@ def run_compact(root: str, orphan_age_hours: float) -> None:
         f"{done.num_files_before} files are now {done.num_files_after}; "
         f"the rounds of {done.num_purged_attempts} attempts without sequences were dropped"
     )
+
+
+def run_forget(root: str, before: date | None, target: str | None, run_id: str | None) -> None:
+    """Delete the rows of days or of a run."""
+    if (before is None) == (run_id is None) or (target is not None and before is None):
+        raise StoreError("give either --before (and, if need be, --target) or --run")
+    num_files = _open(root).forget(before=before, target=target, run_id=run_id)
+    print(f"rows of {num_files} files were deleted; graft store vacuum frees their room")
 
 
 def run_vacuum(root: str, retention_hours: int) -> None:

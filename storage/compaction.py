@@ -71,10 +71,19 @@ def compact_table(
     dropped = [file for file in live_files(log) if file.path in set(drop)]
     if not bins and not dropped:
         return
-    schema = _body_schema(log)
+    schema = body_schema(log)
     added = [_merge(group, folder, aside, schema) for group in bins]
-    removed = [_removal(file, data_change=False) for group in bins for file in group]
-    removed += [_removal(file, data_change=True) for file in dropped]
+    removed = [removal(file, data_change=False) for group in bins for file in group]
+    removed += [removal(file, data_change=True) for file in dropped]
+    replace_files(log, folder, added, removed)
+
+
+def replace_files(log: DeltaTable, folder: Path, added: Sequence[AddAction], removed: Sequence[RemoveAction]) -> None:
+    """Take files out of a table's log and put others in, in one commit under the fence of all upkeep.
+
+    Raises:
+        StoreError: if other upkeep came first; nothing was changed then, and the added files are deleted.
+    """
     turn = (log.transaction_version(_FENCE) or 0) + 1
     try:
         log.create_write_transaction(
@@ -104,17 +113,30 @@ def _bins(files: Sequence[LiveFile], target_size: int) -> list[list[LiveFile]]:
 
 
 def _merge(group: Sequence[LiveFile], folder: Path, aside: Path, schema: pa.Schema) -> AddAction:
-    target, date = group[0].partition
+    files = [str(folder / file.path) for file in group]
+    return add_rows(folder, aside, group[0].partition, schema, _row_groups(files, schema), data_change=False)
+
+
+def add_rows(
+    folder: Path,
+    aside: Path,
+    partition: tuple[str, str],
+    schema: pa.Schema,
+    rows: Iterator[pa.Table],
+    *,
+    data_change: bool,
+) -> AddAction:
+    """Write rows as a new file of a partition (target, date), and return what the log is to say of it."""
+    target, date = partition
     name = f"part-{uuid.uuid4().hex}"
     path = f"target={target}/date={date}/{name}.parquet"
-    files = [str(folder / file.path) for file in group]
-    written = write_file(aside / f"{folder.name}-{name}", folder / path, schema, _row_groups(files, schema))
+    written = write_file(aside / f"{folder.name}-{name}", folder / path, schema, rows)
     return AddAction(
         path=path,
         size=written.size,
         partition_values={"target": target, "date": date},
         modification_time=int(time.time() * 1000),
-        data_change=False,
+        data_change=data_change,
         stats=json.dumps({"numRecords": written.rows}),
     )
 
@@ -130,7 +152,8 @@ def _row_groups(files: Sequence[str], schema: pa.Schema) -> Iterator[pa.Table]:
     yield pa.Table.from_batches(waiting, schema)
 
 
-def _removal(file: LiveFile, *, data_change: bool) -> RemoveAction:
+def removal(file: LiveFile, *, data_change: bool) -> RemoveAction:
+    """What the log is to say of a file that goes."""
     return RemoveAction(
         path=file.path,
         data_change=data_change,
@@ -140,6 +163,7 @@ def _removal(file: LiveFile, *, data_change: bool) -> RemoveAction:
     )
 
 
-def _body_schema(log: DeltaTable) -> pa.Schema:
+def body_schema(log: DeltaTable) -> pa.Schema:
+    """The columns of a table's files: all but those that the folders' names hold."""
     full = pa.schema(log.schema().to_arrow())
     return pa.schema([column for column in full if column.name not in PARTITION_COLUMNS])

@@ -32,7 +32,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -49,6 +49,7 @@ from graft_dist.errors import StoreError
 from storage import schema as tables
 from storage.compaction import compact_table, live_files
 from storage.parquet_files import distinct_values, sha256_of, write_file
+from storage.retention import forget_days, forget_run
 from storage.schema import PARTITION_COLUMNS, PARTITION_FIELDS, SCHEMA_VERSION, Provenance, UnitKey
 
 if TYPE_CHECKING:
@@ -457,6 +458,31 @@ class TrajectoryStore:
             if path.name.startswith("unit-") and not distinct_values([path], "attempt") <= committed:
                 (old if path.stat().st_mtime <= newest else young).append(file.path)
         return young, old
+
+    def forget(self, *, before: date | None = None, target: str | None = None, run_id: str | None = None) -> int:
+        """Delete what was written on days before `before` (of one target or all), or all rows of a run.
+
+        The sequences go first: their rounds no longer count from then on, so a call that was cut off is simply made
+        again. The files stay on disk until `vacuum`. A forgotten run that is started again decodes everything anew.
+
+        Returns:
+            How many files were concerned, over both tables.
+
+        Raises:
+            StoreError: other upkeep came first; run it again.
+            ValueError: neither `before` nor `run_id` is given, or both.
+        """
+        if (before is None) == (run_id is None) or (target is not None and before is None):
+            raise ValueError("give either before (and, if need be, target) or run_id")
+        num_files = 0
+        for table in ("sequences", "rounds"):
+            log, folder = self._log(table), self.path / table
+            if before is not None:
+                num_files += forget_days(log, folder, before, target)
+            else:
+                assert run_id is not None
+                num_files += forget_run(log, folder, self.path / "_tmp", run_id)
+        return num_files
 
     def vacuum(self, retention_hours: int = 24) -> list[str]:
         """Delete files that the log no longer names, or never did: of killed attempts, compacted ones, half-written.

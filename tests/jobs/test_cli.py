@@ -49,6 +49,7 @@ SURFACE = {
     "schedule submit": "--config --address --working-dir --wait --interval",
     "store compact": "--store --orphan-age-hours",
     "store export": "--store --dest",
+    "store forget": "--store --before --target --run",
     "store vacuum": "--store --retention-hours",
     "targets": "",
     "version": "",
@@ -180,6 +181,9 @@ ERRORS = [
     (["store"], "Missing command"),
     (["store", "compact", "--store", "{p}/no-store"], "no trajectory store"),
     (["store", "vacuum", "--store", "{p}/no-store"], "no trajectory store"),
+    (["store", "forget", "--store", "{p}/no-store", "--run", "r"], "no trajectory store"),
+    (["store", "forget", "--store", "{p}/no-store"], "either --before"),
+    (["store", "forget", "--store", "{p}/no-store", "--before", "yesterday"], "'yesterday' does not match"),
     (["store", "export", "--store", "{p}/no-store", "--dest", "{p}/copy"], "no trajectory store"),
 ]  # fmt: skip
 
