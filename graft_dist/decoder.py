@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import DFlashDrafter, checkpoint_folder
 from graft_dist.engine import Engine
@@ -43,7 +45,7 @@ def needs_drafter(*methods: str) -> bool:
     return any(method in ALL_METHODS and method not in UNDRAFTED_METHODS for method in methods)
 
 
-def new_engine(
+def new_engine(  # noqa: PLR0913 - the engine's own switches, with the configuration's limits
     config: TargetConfig,
     target: Target,
     drafter: DFlashDrafter | None,
@@ -52,6 +54,7 @@ def new_engine(
     max_slots: int | None = None,
     max_budget: int | None = None,
     record: bool = False,
+    projection: torch.Tensor | None = None,
     detokenize: bool = True,
 ) -> Engine:
     """An engine with the configuration's limits.
@@ -69,5 +72,6 @@ def new_engine(
         memory_limit_bytes=limit_bytes,
         max_budget=max(config.budget, *config.budgets) if max_budget is None else max_budget,
         record=record,
+        projection=projection,
         detokenize=detokenize,
     )

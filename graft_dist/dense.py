@@ -19,7 +19,7 @@ import torch
 from graft_dist.attention import grouped_attention
 from graft_dist.budget import confidences, degenerations
 from graft_dist.drafter import DFlashDrafter, DraftProposal
-from graft_dist.rounds import RoundRecord
+from graft_dist.rounds import RoundRecord, projected
 from graft_dist.target import Target
 
 ANCHORS_AT_ONCE = 32
@@ -34,13 +34,14 @@ def dense_rounds(
     prompt_token_ids: Sequence[int],
     output_token_ids: Sequence[int],
     num_candidates: int,
+    projection: torch.Tensor | None = None,
 ) -> list[RoundRecord]:
     """One round of kind "dense" for every output token but the last, whose continuation nobody knows.
 
     The round at root position i (prompt included) holds the drafter's candidates for positions i+1 .. i+D,
     `followed`: the tokens that came there (fewer than D near the end), and for each of them the target's raw logits
     over the candidates and their log-sum-exp over the vocabulary, given the true tokens before. `round_index` counts
-    the roots from 0.
+    the roots from 0. With a `projection` [H, H'] it also keeps the drafter's hidden states, see `rounds.projected`.
 
     Holds the logits of all output positions at once, in the model's dtype: 13 MB for 128 tokens and 49,152 words.
 
@@ -59,6 +60,7 @@ def dense_rounds(
         anchors = range(start, min(start + ANCHORS_AT_ONCE, last))
         proposal = draft_blocks(drafter, context, [token_ids[anchor] for anchor in anchors], anchors, num_candidates)
         conf, degen = confidences(proposal.log_probs), degenerations(proposal.hidden)
+        hidden = None if projection is None else projected(proposal.hidden, projection)
         for row, anchor in enumerate(anchors):
             followed = token_ids[anchor + 1 : anchor + 1 + drafter.draft_depth]
             known = slice(anchor - first, anchor - first + len(followed))
@@ -76,6 +78,7 @@ def dense_rounds(
                     parent_logits=output.logits[known].gather(1, chosen).float().cpu().numpy(),
                     parent_logsumexp=logsumexp[known].cpu().numpy(),
                     followed=np.array(followed, np.int32),
+                    hidden=None if hidden is None else hidden[row],
                 )
             )
     return records

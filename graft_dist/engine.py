@@ -31,7 +31,7 @@ from graft_dist.draft_tree import DraftTree, ancestor_masks, build_tree, root_tr
 from graft_dist.errors import PolicyError
 from graft_dist.kv_cache import SlotCache
 from graft_dist.policy import DecodingPolicy
-from graft_dist.rounds import Float32Array, Int32Array, RoundRecord, RoundTrace, is_mismatch
+from graft_dist.rounds import Float32Array, Int32Array, RoundRecord, RoundTrace, is_mismatch, projected
 from graft_dist.sampling import SamplingParams, TokenChooser, Verdict, accept
 from graft_dist.target import Target, TargetOutput, greedy_tokens, tree_mask
 
@@ -141,6 +141,7 @@ class Engine:
             one for the root) are counted for each. Larger budgets are refused, a drafter's own depth always fits.
         prefill_chunk: prompt tokens read per step, at most, so that a long prompt does not stall the others.
         record: attach a `RoundRecord` to each round's event.
+        projection: [H, H'], through which records keep the drafter's hidden states; None keeps none.
         detokenize: give text with the events (sequences with stop strings are always detokenized).
     """
 
@@ -156,6 +157,7 @@ class Engine:
         max_budget: int = 127,
         prefill_chunk: int = 256,
         record: bool = False,
+        projection: torch.Tensor | None = None,
         detokenize: bool = True,
     ) -> None:
         self.target = target
@@ -171,6 +173,7 @@ class Engine:
         self.memory_limit_bytes = memory_limit_bytes
         self._max_budget = max(max_budget, 0 if drafter is None else drafter.draft_depth)
         self.record = record
+        self._projection = projection
         self.detokenize = detokenize and target.tokenizer is not None
         self._tap_layers = tuple(drafter.target_layer_ids) if drafter is not None else ()
         target.check_taps(self._tap_layers)
@@ -582,7 +585,9 @@ class Engine:
 
     def _finish(self, done: _Round) -> list[SequenceEvent]:
         """Count the round, free the slots of sequences that ended, and tell what happened."""
-        records = _records(done, self.policy.num_candidates) if self.record else [None] * len(done.batch)
+        records: list[RoundRecord | None] = [None] * len(done.batch)
+        if self.record:
+            records = _records(done, self.policy.num_candidates, self._projection)
         traces = _traces(done)
         stages_s = np.array(done.clock.stages_ns) / 1e9
         events = []
@@ -647,14 +652,18 @@ def _slot_trace(done: _Round, slot: int, num_rows: int) -> RoundTrace:
     )
 
 
-def _records(done: _Round, num_candidates: int) -> list[RoundRecord | None]:
+def _records(done: _Round, num_candidates: int, projection: torch.Tensor | None) -> list[RoundRecord | None]:
     """One record per slot; None for a sequence whose own work failed."""
     parents = _parent_logits(done, num_candidates)
     num_rows = sum(tree.num_nodes + 1 for tree in done.trees)
-    return [
+    records = [
         None if outcome.target_tokens is None else _slot_record(done, slot, num_candidates, parents[slot], num_rows)
         for slot, outcome in enumerate(done.outcomes)
     ]
+    if projection is None or done.draft.proposal is None:
+        return records
+    hidden = projected(done.draft.proposal.hidden, projection)
+    return [None if record is None else replace(record, hidden=hidden[slot]) for slot, record in enumerate(records)]
 
 
 def _slot_record(

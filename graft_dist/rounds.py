@@ -2,7 +2,8 @@
 
 Records hold ids, counts and small numpy arrays, never model tensors, so that they can cross a process boundary.
 
-Letters: N tree rows (nodes and the root), D draft depth, K candidates per depth, A accepted nodes, P recorded parents.
+Letters: N tree rows (nodes and the root), D draft depth, K candidates per depth, A accepted nodes, P recorded parents,
+H' numbers that are kept of a hidden state.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from graft_dist.sampling import SamplingParams
@@ -64,6 +66,7 @@ class RoundRecord:
     batch_rows: int  # rows verified in the round over all slots, padding excluded
     kind: Literal["decoded", "dense"] = "decoded"
     followed: Int32Array = field(default_factory=_no_tokens)  # [<= D], dense only: the tokens that followed the root
+    hidden: Float32Array | None = None  # [D, H'], the drafter's hidden states, see `projected`; None: not recorded
 
     @property
     def is_mismatch(self) -> bool:
@@ -104,6 +107,15 @@ class RoundTrace:
     commit_ns: int
     batch_size: int  # live slots in the round
     batch_rows: int  # rows verified in the round over all slots, padding excluded
+
+
+def projected(hidden: torch.Tensor, projection: torch.Tensor) -> Float32Array:
+    """Return what is recorded of hidden states [.., H]: their projection [.., H'], in float16's precision.
+
+    As float32 numbers, since few readers know float16; the bits that are zero then cost next to nothing on disk.
+    """
+    small = hidden.float() @ projection.to(hidden.device)
+    return small.half().float().cpu().numpy()
 
 
 @dataclass(frozen=True)

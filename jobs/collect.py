@@ -93,6 +93,7 @@ def _spec(options: argparse.Namespace, config: TargetConfig) -> DecodeSpec:
         seed=options.seed,
         num_samples=options.num_samples,
         dense=options.dense,
+        num_hidden=options.hidden,
     )
 
 
@@ -121,6 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     budgets = list_of(int, "budgets such as 0,4,8,16")
     add("--explore", type=budgets, default=(), metavar="B,B,...", help="draw each round's budget from this list")
     add("--dense", action="store_true", help="also record the drafter and the target at every position")
+    hidden = "also record the drafter's hidden states, projected to N numbers, for gated edge scorers; 0: not (0)"
+    add("--hidden", type=whole_number, default=0, metavar="N", help=hidden)
     _add_sampling(parser)
     add("--limit", type=count, metavar="N", help="only the first N prompts")
     add("--unit-size", type=count, default=16, metavar="N", help="sequences decoded and committed together (16)")

@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.dense import dense_rounds
 from graft_dist.drafter import DFlashDrafter
+from graft_dist.edge_scorer import hidden_projection
 from graft_dist.engine import Engine
 from graft_dist.hardware import describe_hardware
 from graft_dist.prompts import Prompt, render
@@ -104,6 +105,9 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
         0 if drafter is None else drafter.draft_depth,
         target.dtype_name,
     )
+    projection = None
+    if spec.num_hidden > 0 and drafter is not None:
+        projection = hidden_projection(drafter.fingerprint, target.hidden_size, spec.num_hidden)
     make_engine = partial(
         new_engine,
         config,
@@ -113,12 +117,13 @@ def load_collector(plan: ActorPlan) -> tuple[Collector, ModelInfo]:
         max_slots=plan.num_slots,
         max_budget=spec.max_budget,
         record=plan.store is not None and spec.records_rounds,
+        projection=projection,
         detokenize=False,
     )
     _warm_up(make_engine())
     dense = None
     if spec.dense and drafter is not None and plan.store is not None:
-        dense = partial(_dense, target, drafter, config.num_candidates)
+        dense = partial(_dense, target, drafter, config.num_candidates, projection)
     made_by = _provenance(spec, models, describe_hardware(models.dtype, target.device))
     collector = Collector(
         make_engine=make_engine,
@@ -144,10 +149,15 @@ def _render(target: Target, spec: DecodeSpec, item: WorkItem) -> list[int]:
     return render(target.tokenizer, prompt, spec.config.system_prompt, spec.config.enable_thinking)
 
 
-def _dense(target: Target, drafter: DFlashDrafter, num_candidates: int, record: SequenceRecord) -> list[RoundRecord]:
-    return dense_rounds(
-        target, drafter, record.sequence_id, record.prompt_token_ids, record.output_token_ids, num_candidates
-    )
+def _dense(
+    target: Target,
+    drafter: DFlashDrafter,
+    num_candidates: int,
+    projection: torch.Tensor | None,
+    record: SequenceRecord,
+) -> list[RoundRecord]:
+    known = (record.sequence_id, record.prompt_token_ids, record.output_token_ids)
+    return dense_rounds(target, drafter, *known, num_candidates, projection)
 
 
 class _Writer:

@@ -36,6 +36,7 @@ class DecodeSpec:
     num_samples: int = 1
     dense: bool = False
     records_rounds: bool = True  # False keeps the sequences only
+    num_hidden: int = 0  # numbers recorded of each of the drafter's hidden states, for gated edge scorers; 0: none
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -47,6 +48,10 @@ class DecodeSpec:
                 raise ConfigError(
                     f"budget is {budget}; it must be between 0, which means not to draft, and {MAX_NODES}"
                 )
+        if self.num_hidden < 0:
+            raise ConfigError(f"hidden is {self.num_hidden}; it must be at least 0")
+        if self.num_hidden > 0 and self.method == "plain" and not self.dense:
+            raise ConfigError("hidden states are the drafter's: method 'plain' has none to record")
         if self.num_samples < 1:
             raise ConfigError(f"num-samples is {self.num_samples}; it must be at least 1")
         if self.num_samples > 1 and self.sampling.is_greedy:
@@ -105,6 +110,8 @@ class DecodeSpec:
                 "seed": None if self.sampling.is_greedy else self.seed,
                 "dense": self.dense,
                 "rounds": self.records_rounds,
+                # Left out when 0, so that runs from before this could be recorded keep their identity.
+                **({"hidden": self.num_hidden} if self.num_hidden > 0 else {}),
             }
         )
 

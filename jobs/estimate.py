@@ -13,6 +13,7 @@ from jobs.units import Unit
 
 _BYTES_PER_CANDIDATE = 6.0  # an id and a log-probability, compressed
 _BYTES_PER_LOGIT = 4.0  # float32 hardly compresses
+_BYTES_PER_HIDDEN = 3.0  # float16's precision in float32, compressed
 _BYTES_PER_NODE = 6.0  # token, parent, depth, target token; compressed
 _BYTES_PER_ROUND = 60.0  # scalars of a round
 _BYTES_PER_TOKEN = 3.0
@@ -46,10 +47,12 @@ def estimate(units: Sequence[Unit], spec: DecodeSpec, draft_depth: int) -> Estim
     nodes = max(spec.budgets, default=spec.budget or 0) if spec.method == "ddtree" else depth
     decoded = _BYTES_PER_ROUND + _BYTES_PER_NODE * (nodes + 1) + 2 * _BYTES_PER_LOGIT * spec.num_candidates
     decoded += _BYTES_PER_CANDIDATE * depth * spec.num_candidates
+    kept_hidden = _BYTES_PER_HIDDEN * spec.num_hidden * draft_depth
+    decoded += kept_hidden
     dense = 0.0
     if spec.dense:
         candidates = draft_depth * spec.config.num_candidates
-        dense = _BYTES_PER_ROUND + (_BYTES_PER_CANDIDATE + _BYTES_PER_LOGIT) * candidates
+        dense = _BYTES_PER_ROUND + (_BYTES_PER_CANDIDATE + _BYTES_PER_LOGIT) * candidates + kept_hidden
     num_bytes = num_tokens * (decoded + dense + _BYTES_PER_TOKEN) + _BYTES_PER_UNIT * len(units)
     num_rows = num_sequences + num_tokens * (2 if spec.dense else 1)
     return Estimate(num_sequences, num_tokens, num_rows, int(num_bytes))

@@ -70,10 +70,12 @@ WITH placed AS (
 )
 """
 
-_ROUNDS = f"""{_PLACED}
+# The hidden states are many times the rest of a round: read only where they are asked for.
+_ROUNDS = """{placed}
 SELECT
     kind, task, sequence_id, round_index, context_length, root_token, candidate_ids, candidate_log_probs,
     depth, len(candidate_ids[1]) AS width, conf, degen, hist, num_left, room,
+    {hidden} AS hidden, coalesce(len({hidden}[1]), 0) AS num_hidden,
     CASE WHEN kind = 'dense' THEN followed ELSE output_token_ids[num_output + 1:num_output + depth] END AS followed
 FROM placed
 WHERE depth > 0 AND NOT is_cut_off
@@ -140,14 +142,21 @@ def check_one_source(connection: duckdb.DuckDBPyConnection, selection: Selection
     return sorted({drafter for _, drafter in rows if drafter is not None})
 
 
-def recorded_rounds(connection: duckdb.DuckDBPyConnection, selection: Selection) -> Iterator[RecordedRounds]:
-    """Stream the selected rounds in batches of one shape [D, K] each; no other query on `connection` meanwhile."""
-    reader = connection.sql(_ROUNDS, params=_parameters(selection)).to_arrow_reader(BATCH_ROUNDS)
+def recorded_rounds(
+    connection: duckdb.DuckDBPyConnection, selection: Selection, *, with_hidden: bool = False
+) -> Iterator[RecordedRounds]:
+    """Stream the selected rounds in batches of one shape [D, K] each; no other query on `connection` meanwhile.
+
+    `with_hidden` reads the drafter's hidden states too; rounds that were recorded without are in batches of their own.
+    """
+    sql = _ROUNDS.format(placed=_PLACED, hidden="hidden" if with_hidden else "NULL::FLOAT[][]")
+    reader = connection.sql(sql, params=_parameters(selection)).to_arrow_reader(BATCH_ROUNDS)
     for batch in reader:
         table = pa.Table.from_batches([batch])
-        for depth, width in sorted(set(zip(*(table[name].to_pylist() for name in ("depth", "width")), strict=True))):
-            is_shape = pc.and_(pc.equal(table["depth"], depth), pc.equal(table["width"], width))
-            yield _to_rounds(table.filter(is_shape).combine_chunks(), depth, width)
+        columns = [table[name].to_numpy() for name in ("depth", "width", "num_hidden")]
+        for shape in sorted(set(zip(*(column.tolist() for column in columns), strict=True))):
+            is_shape = np.all([column == size for column, size in zip(columns, shape, strict=True)], axis=0)
+            yield _to_rounds(table.filter(pa.array(is_shape)).combine_chunks(), *shape)
 
 
 def count_skipped(connection: duckdb.DuckDBPyConnection, selection: Selection) -> Skipped:
@@ -185,7 +194,7 @@ def _parameters(selection: Selection) -> dict[str, object]:
     return {"target": selection.target, "task": selection.task, "prompt_ids": prompt_ids}
 
 
-def _to_rounds(table: pa.Table, depth: int, width: int) -> RecordedRounds:
+def _to_rounds(table: pa.Table, depth: int, width: int, num_hidden: int) -> RecordedRounds:
     return RecordedRounds(
         groups=list(zip(table["kind"].to_pylist(), table["task"].to_pylist(), strict=True)),
         sequence_ids=table["sequence_id"].to_pylist(),
@@ -200,6 +209,7 @@ def _to_rounds(table: pa.Table, depth: int, width: int) -> RecordedRounds:
         conf=_numbers(table, "conf", np.float32),
         degen=_numbers(table, "degen", np.float32),
         hist=_numbers(table, "hist", np.float32),
+        hidden=_flat(table, "hidden").reshape(-1, depth, num_hidden) if num_hidden > 0 else None,
     )
 
 

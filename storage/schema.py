@@ -35,7 +35,7 @@ from graft_dist.errors import StoreError
 if TYPE_CHECKING:  # reading a store needs none of the decoding code
     from graft_dist.rounds import RoundRecord, SequenceRecord
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 PARTITION_COLUMNS = ("target", "date")
 PARTITION_FIELDS = (pa.field("target", pa.string()), pa.field("date", pa.date32()))
@@ -105,6 +105,7 @@ ROUNDS: pa.Schema = pa.schema(
         pa.field("parent_logits", _list_of(_list_of(pa.float32()))),  # [P, K]
         pa.field("parent_logsumexp", _list_of(pa.float32())),  # [P]
         pa.field("followed", _list_of(pa.int32())),  # dense rounds: the tokens that really followed the root
+        pa.field("hidden", _list_of(_list_of(pa.float32()))),  # [D, H'], projected; NULL: not recorded, or version < 3
         pa.field("draft_ns", pa.int64()),
         pa.field("build_ns", pa.int64()),
         pa.field("verify_ns", pa.int64()),
@@ -221,18 +222,21 @@ def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """One column. Arrays become lists from one concatenation, not value by value: recording must be cheap."""
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
+    known = [array for array in values if array is not None]
+    lengths = [None if array is None else len(array) for array in values]
     if not pa.types.is_list(kind.value_type):
-        return _lists([len(array) for array in values], _concatenate(values, kind.value_type), kind)
-    inner_lengths = [array.shape[1] for array in values for _ in range(array.shape[0])]
-    flat = _concatenate([array.ravel() for array in values], kind.value_type.value_type)
-    rows = _lists(inner_lengths, flat, kind.value_type)
-    return _lists([array.shape[0] for array in values], rows, kind)
+        return _lists(lengths, _concatenate(known, kind.value_type), kind)
+    inner_lengths = [array.shape[1] for array in known for _ in range(array.shape[0])]
+    flat = _concatenate([array.ravel() for array in known], kind.value_type.value_type)
+    return _lists(lengths, _lists(inner_lengths, flat, kind.value_type), kind)
 
 
-def _lists(lengths: Sequence[int], values: pa.Array, kind: pa.DataType) -> pa.ListArray:
+def _lists(lengths: Sequence[int | None], values: pa.Array, kind: pa.DataType) -> pa.ListArray:
+    """Lists of these lengths cut from `values`; None is NULL."""
     offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=kind)
+    np.cumsum([length or 0 for length in lengths], out=offsets[1:])
+    is_null = pa.array([length is None for length in lengths], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values, type=kind, mask=is_null)
 
 
 _NUMPY_TYPES = {pa.int32(): np.dtype(np.int32), pa.float32(): np.dtype(np.float32)}

@@ -124,7 +124,8 @@ def lessons_of(
     Args:
         records: decoded and dense rounds; rounds that drafted nothing are an error.
         dense_budget: nodes of the tree that DDTree builds for a dense round.
-        hidden: [S, D, H] the drafter's hidden states of the same rounds, as recorded.
+        hidden: [S, D, H] the drafter's hidden states of the same rounds; None takes the recorded ones, where every
+            round has them.
 
     Raises:
         PolicyError: no rounds, rounds of several shapes, or another number of hidden states.
@@ -132,6 +133,8 @@ def lessons_of(
     shapes = {record.candidate_ids.shape for record in records}
     if len(shapes) != 1 or 0 in next(iter(shapes)):
         raise PolicyError(f"an edge scorer learns from drafted rounds of one shape [D, K], not from {sorted(shapes)}")
+    if hidden is None:
+        hidden = _recorded_hidden(records)
     if hidden is not None and hidden.shape[:2] != (len(records), next(iter(shapes))[0]):
         raise PolicyError(f"hidden states {hidden.shape} do not fit {len(records)} rounds {next(iter(shapes))}")
     found = _Findings(next(iter(shapes))[1])
@@ -145,6 +148,14 @@ def lessons_of(
         edges=found.edges(),
         pairs=found.pairs(),
     )
+
+
+def _recorded_hidden(records: Sequence[RoundRecord]) -> Float32Array | None:
+    """The recorded hidden states [S, D, H], or None where a round lacks them or has another number of them."""
+    known = [record.hidden for record in records if record.hidden is not None]
+    if len(known) < len(records) or len({hidden.shape for hidden in known}) != 1:
+        return None
+    return np.stack(known).astype(np.float32)
 
 
 def join_lessons(parts: Sequence[Lessons]) -> Lessons:

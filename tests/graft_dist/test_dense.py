@@ -8,6 +8,7 @@ import torch
 
 from graft_dist.dense import ANCHORS_AT_ONCE, dense_rounds
 from graft_dist.drafter import DFlashDrafter, DFlashModel, DrafterConfig
+from graft_dist.edge_scorer import hidden_projection
 from graft_dist.target import Target
 
 PROMPT = [5, 9, 44, 130, 17, 201, 8]
@@ -88,6 +89,24 @@ def test_an_answer_without_a_continuation_has_no_dense_round(
     tiny_llama: Target, drafter: DFlashDrafter, output: list[int]
 ) -> None:
     assert dense_rounds(tiny_llama, drafter, "s", PROMPT, output, NUM_CANDIDATES) == []
+
+
+def test_hidden_states_are_those_that_the_gate_sees_when_decoding(tiny_llama: Target, drafter: DFlashDrafter) -> None:
+    """Projected, and in float16's precision; without a projection there are none."""
+    projection = hidden_projection(drafter.fingerprint, tiny_llama.hidden_size, 5)
+    output = output_tokens(6)
+    tokens = [*PROMPT, *output]
+    rounds = dense_rounds(tiny_llama, drafter, "s", PROMPT, output, NUM_CANDIDATES, projection)
+    positions = torch.arange(len(tokens))[None]
+    features = tiny_llama.forward(torch.tensor([tokens]), positions, None, None, drafter.target_layer_ids).features
+    for record in rounds:
+        cache = drafter.new_cache(1, len(tokens))
+        cache.add()
+        anchor = record.context_length
+        proposal = drafter.propose(cache, features[:, :anchor], [anchor], [tokens[anchor]], NUM_CANDIDATES)
+        assert record.hidden is not None and record.hidden.shape == (4, 5) and record.hidden.dtype == np.float32
+        np.testing.assert_allclose(record.hidden, proposal.hidden[0] @ projection, atol=5e-3)
+    assert dense_rounds(tiny_llama, drafter, "s", PROMPT, output, NUM_CANDIDATES)[0].hidden is None
 
 
 def test_a_dense_round_has_no_tree_and_no_timings(tiny_llama: Target, drafter: DFlashDrafter) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from graft_dist.budget import DraftState
 from graft_dist.draft_tree import DraftTree
-from graft_dist.edge_scorer import MarginalScorer
+from graft_dist.edge_scorer import MarginalScorer, hidden_projection
 from graft_dist.engine import Engine, SequenceEvent
 from graft_dist.errors import PolicyError, TargetError
-from graft_dist.policy import DecodingPolicy, chain, ddtree, plain
+from graft_dist.policy import DecodingPolicy, chain, ddtree, exploring, plain
 from graft_dist.sampling import SamplingParams, TokenChooser, token_logprobs
 from graft_dist.target import Target
 from tests.conftest import FakeDrafter
@@ -194,6 +194,26 @@ def test_pending_features_are_bounded(tiny_llama: Target, drafter: FakeDrafter) 
     engine.step()
     assert engine._live[0].num_pending < 10
     assert engine._drafter_cache is not None and engine._drafter_cache.lengths[0] >= 299
+
+
+def test_records_keep_projected_hidden_states(tiny_llama: Target, drafter: FakeDrafter) -> None:
+    projection = hidden_projection("d", tiny_llama.hidden_size, 3)
+    policy = exploring([0, 4], seed=0, num_candidates=4)
+    engine = Engine(tiny_llama, drafter, policy, max_slots=2, record=True, projection=projection)
+    for prompt in PROMPTS[:2]:
+        engine.add(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    # The fake drafter's hidden states are random, the same in every call.
+    generator = torch.Generator()
+    records = [event.round for events in run(engine).values() for event in events if event.round is not None]
+    for num_slots in (2, 1):
+        generator.manual_seed(drafter.seed)
+        hidden = torch.randn(num_slots, drafter.draft_depth, tiny_llama.hidden_size, generator=generator)
+        expected = (hidden @ projection).numpy()
+        for record in (record for record in records if record.batch_size == num_slots and len(record.candidate_ids)):
+            assert record.hidden is not None
+            assert any(np.allclose(record.hidden, own, atol=5e-3) for own in expected)
+    undrafted = [record for record in records if len(record.candidate_ids) == 0]
+    assert undrafted and all(record.hidden is None for record in undrafted)
 
 
 def test_records_hold_the_targets_logits(tiny_llama: Target, answers: list[list[int]], drafter: FakeDrafter) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from graft_dist.config import TargetConfig
-from graft_dist.errors import ConfigError, StoreError
+from graft_dist.errors import ConfigError, PolicyError, StoreError
 from graft_dist.prompts import Prompt, starter_prompts_path
 from graft_dist.sampling import SamplingParams
 from jobs import collect
@@ -23,6 +23,8 @@ from jobs.decode_spec import DecodeSpec
 from jobs.estimate import check_room, estimate
 from jobs.quickstart import follow
 from jobs.units import plan
+from storage import TrajectoryStore, connect
+from storage.recorded_rounds import Selection, recorded_rounds
 
 CONFIG = TargetConfig(target="builtin:smollm2-135m", drafter="builtin:smollm2-135m")
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -50,7 +52,8 @@ def test_what_is_not_said_comes_from_the_configuration() -> None:
 
 def test_every_option_reaches_its_place() -> None:
     request = parse(
-        "--out", "s", "--actors", "3", "--slots", "5", "--explore", "0,4,8", "--dense", "--max-new-tokens", "9",
+        "--out", "s", "--actors", "3", "--slots", "5", "--explore", "0,4,8", "--dense", "--hidden", "32",
+        "--max-new-tokens", "9",
         "--temperature", "0.7", "--top-p", "0.9", "--top-k", "40", "--min-p", "0.1",
         "--seed", "11", "--num-samples", "2", "--limit", "7",
         "--unit-size", "4", "--commit-units", "6", "--commit-interval", "2.5", "--max-attempts", "5",
@@ -65,6 +68,7 @@ def test_every_option_reaches_its_place() -> None:
         2,
         "float32",
     )
+    assert spec.num_hidden == 32
     assert spec.sampling == SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, max_new_tokens=9)
     assert (request.driver.commit_units, request.driver.commit_interval_s) == (6, 2.5)
     assert (request.driver.max_attempts, request.driver.progress_s, request.address) == (5, 1.5, "host:1")
@@ -84,6 +88,33 @@ def test_an_actor_makes_room_for_its_largest_budget_under_a_memory_limit(tiny_co
     assert replace(spec, budgets=(), method="plain").max_budget == 0
     assert replace(spec, budgets=(), method="chain", budget=None).max_budget == 0
     load_collector(ActorPlan(spec=spec, store=None, num_slots=1, num_threads=1))  # decodes to warm up
+
+
+def test_hidden_states_are_recorded_for_decoded_and_dense_rounds(tiny_config: TargetConfig, tmp_path: Path) -> None:
+    spec = DecodeSpec(
+        config=tiny_config,
+        method="ddtree",
+        budget=4,
+        dense=True,
+        num_hidden=5,
+        sampling=SamplingParams(max_new_tokens=8),
+    )
+    collector, models = load_collector(ActorPlan(spec=spec, store=str(tmp_path), num_slots=2, num_threads=1))
+    run_id = models.identity(spec)
+    units = plan([Prompt(f"p{index}", "chat", (f"add {index}",)) for index in range(2)], spec, run_id, 2)
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin(run_id, tiny_config.slug, {})
+    finished = [*collector.work([], units[0], False).finished]
+    while not finished:
+        finished += collector.work([units[0].unit_id], None, False).finished
+    store.commit(finished[0].files, run_id, turn)
+    with connect(tmp_path, threads=1) as connection:
+        batches = list(recorded_rounds(connection, Selection(), with_hidden=True))
+    assert {kind for batch in batches for kind, _ in batch.groups} == {"decoded", "dense"}
+    assert {None if batch.hidden is None else batch.hidden.shape[1:] for batch in batches} == {(4, 5)}
+    too_many = replace(spec, num_hidden=33)
+    with pytest.raises(PolicyError, match="hidden states of 32 numbers cannot be projected to 33"):
+        load_collector(ActorPlan(spec=too_many, store=str(tmp_path), num_slots=1, num_threads=1))
 
 
 def test_no_write_needs_no_store() -> None:
@@ -180,6 +211,8 @@ def test_the_estimate_counts_every_answer_at_full_length() -> None:
     decoded, dense = estimate(units, spec, 7), estimate(units, replace(spec, dense=True), 7)
     assert (decoded.num_sequences, decoded.num_tokens, decoded.num_rows) == (30, 300, 330)
     assert dense.num_rows == 630
+    with_hidden = [estimate(units, replace(spec, dense=dense, num_hidden=32), 7).num_bytes for dense in (False, True)]
+    assert with_hidden[0] > decoded.num_bytes and with_hidden[1] - dense.num_bytes > with_hidden[0] - decoded.num_bytes
     assert dense.num_bytes > decoded.num_bytes > estimate(units, replace(spec, method="plain"), 0).num_bytes
     assert "30 sequences, at most 300 tokens, 330 rows" in decoded.line()
 

@@ -85,13 +85,14 @@ def test_the_identity_is_made_of_content_and_not_of_timing() -> None:
         replace(GREEDY, budget=9).identity("target", "drafter", "float32"),
         replace(GREEDY, budgets=(0, 4)).identity("target", "drafter", "float32"),
         replace(GREEDY, dense=True).identity("target", "drafter", "float32"),
+        replace(GREEDY, num_hidden=8).identity("target", "drafter", "float32"),
         replace(GREEDY, method="plain").identity("target", None, "float32"),
         replace(GREEDY, sampling=SamplingParams(max_new_tokens=5)).identity("target", "drafter", "float32"),
         SAMPLED.identity("target", "drafter", "float32"),
         replace(SAMPLED, seed=7).identity("target", "drafter", "float32"),
         GREEDY.identity("target", "drafter", "bfloat16"),
     ]
-    assert len({identity, *others}) == 11
+    assert len({identity, *others}) == 12
 
 
 @pytest.mark.parametrize(
@@ -101,6 +102,8 @@ def test_the_identity_is_made_of_content_and_not_of_timing() -> None:
         ({"method": "plain", "budgets": (0, 4)}, "explored with method ddtree only"),
         ({"budget": -1}, "budget is -1"),
         ({"budgets": (0, -4)}, "budget is -4"),
+        ({"num_hidden": -1}, "hidden is -1"),
+        ({"method": "plain", "num_hidden": 4}, "hidden states are the drafter's"),
         ({"num_samples": 0}, "num-samples is 0"),
         ({"num_samples": 2}, "needs a temperature above 0"),
     ],

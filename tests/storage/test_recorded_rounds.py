@@ -101,6 +101,23 @@ def test_timings_by_budget(root: Path) -> None:
         assert recorded_timings(connection, Selection(target="other")) is None
 
 
+def test_hidden_states_come_back_where_they_were_recorded_and_asked_for(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin("run", "tiny", DATASET)
+    hidden = np.arange(8, dtype=np.float32).reshape(2, 4)
+    rounds = [make_round("s", 0), make_round("s", 1, hidden=hidden), make_round("s", 2, hidden=hidden[:, :3])]
+    sequence = make_sequence("s", 3, output_token_ids=list(range(40)))
+    key = UnitKey(unit_id="u", attempt="a", run_id="run")
+    store.commit(store.write_unit(key, PROVENANCE, [sequence], rounds), "run", turn)
+    with connect(tmp_path, threads=1) as connection:
+        batches = list(recorded_rounds(connection, Selection(), with_hidden=True))
+        (without,) = recorded_rounds(connection, Selection())
+    assert len(without) == 3 and without.hidden is None
+    assert [None if batch.hidden is None else batch.hidden.shape for batch in batches] == [None, (1, 2, 3), (1, 2, 4)]
+    assert batches[2].hidden is not None and batches[2].hidden[0].tolist() == hidden.tolist()
+    assert [batch.round_indices.tolist() for batch in batches] == [[0], [2], [1]]
+
+
 def test_rounds_that_costs_are_fitted_on(tmp_path: Path) -> None:
     """Greedy, one sequence at a time, and not the round in which the drafter reads the prompt."""
     store = TrajectoryStore(tmp_path)

@@ -45,6 +45,19 @@ def test_rounds_of_different_shapes_share_a_table():
     assert [row["accepted"] for row in rows] == [[], [1], []]
 
 
+def test_hidden_states_are_null_where_none_were_recorded():
+    hidden = np.array([[0.5, -1.5, 2.0], [0.25, 0.0, 1.0]], np.float32)
+    rounds = [
+        make_round("s", 0),
+        make_round("s", 1, hidden=hidden),
+        undrafted("s", 2),
+        make_round("s", 3, hidden=hidden),
+    ]
+    column = rounds_table(KEY, rounds).column("hidden")
+    assert column.to_pylist() == [None, hidden.tolist(), None, hidden.tolist()]
+    assert rounds_table(KEY, [make_round("s", 0)]).column("hidden").to_pylist() == [None]
+
+
 def test_no_rounds_make_an_empty_typed_table():
     table = rounds_table(KEY, [])
     assert table.num_rows == 0 and table.schema == ROUNDS

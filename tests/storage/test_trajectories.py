@@ -5,6 +5,7 @@ import hashlib
 import os
 import threading
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -479,6 +480,28 @@ def test_a_store_of_version_1_reads_and_takes_sequences_with_a_source(tmp_path):
         assert [row["source"] for row in found] == [None, "traffic", "collect"]
         sources = {row["run_id"]: row["sources"] for row in run_query(tmp_path, "runs").to_pylist()}
         assert sources == {"run": "collect", "served": "traffic"}
+        present.compact()
+
+
+def test_a_store_of_version_2_reads_and_takes_rounds_with_hidden_states(tmp_path):
+    schemas = {"sequences": SEQUENCES, "rounds": older(ROUNDS, "hidden")}
+    past = TrajectoryStore(tmp_path, schemas)
+    past.begin("run", "tiny", DATASET)
+    for table in schemas:
+        past_log = DeltaTable(tmp_path / table)
+        past_log.alter.set_table_properties({"graft.schemaVersion": "2"}, raise_if_not_exists=False)
+    past.commit(write_older_unit(past, schemas, "u1"), "run", 1)
+    sql = "SELECT DISTINCT unit_id, hidden FROM rounds ORDER BY 1, 2"
+    assert [row["hidden"] for row in run_query(tmp_path, sql).to_pylist()] == [None]
+
+    present, key = TrajectoryStore(tmp_path), UnitKey(unit_id="u2", attempt="a", run_id="run")
+    seq = present.begin("run", "tiny", DATASET)
+    hidden = np.array([[0.5, 1.0], [2.0, -3.0]], np.float32)
+    rounds = [make_round("s", 0, hidden=hidden), make_round("s", 1)]
+    present.commit(present.write_unit(key, PROVENANCE, [make_sequence("s", 2)], rounds), "run", seq)
+    for _ in ("as written", "compacted"):
+        found = [(row["unit_id"], row["hidden"]) for row in run_query(tmp_path, sql).to_pylist()]
+        assert found == [("u1", None), ("u2", hidden.tolist()), ("u2", None)]
         present.compact()
 
 
