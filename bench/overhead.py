@@ -44,11 +44,12 @@ def random_draft(depth: int, num_candidates: int) -> Draft:
     return Draft(ids, log_probs, torch.randn(1, depth, EMBEDDING_SIZE))
 
 
-def tdes_scorer(depth: int, gate_rank: int, reading: Reading) -> TdesScorer:
+def tdes_scorer(depth: int, gate_rank: int, reading: Reading, reliance: bool = False) -> TdesScorer:
     embeddings = torch.randn(VOCAB_SIZE, EMBEDDING_SIZE)
     hidden_size = EMBEDDING_SIZE if gate_rank else 0
     network = TdesNetwork(TdesConfig(
-        embedding_size=EMBEDDING_SIZE, draft_depth=depth, gate_rank=gate_rank, hidden_size=hidden_size
+        embedding_size=EMBEDDING_SIZE, draft_depth=depth, gate_rank=gate_rank, hidden_size=hidden_size,
+        reliance=reliance,
     ))  # fmt: skip
     torch.nn.init.normal_(network.weight.data, std=0.1)
     return TdesScorer(network, embeddings, reading)
@@ -80,6 +81,7 @@ def variants(depth: int) -> dict[str, EdgeScorer]:
         "tdes sum": tdes_scorer(depth, 0, "sum"),
         "tdes conditional": tdes_scorer(depth, 0, "conditional"),
         "tdes gated": tdes_scorer(depth, GATE_RANK, "conditional"),
+        "tdes gated, relying": tdes_scorer(depth, GATE_RANK, "conditional", reliance=True),
     }
 
 

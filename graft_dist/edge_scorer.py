@@ -37,6 +37,9 @@ conditional: `S(v) = log softmax over the parent's candidates of (log q_d + f) [
     chance that its last node is accepted.
 """
 
+_LEAST_LOG_Q = -30.0
+"""Where log-probabilities are cut before they are weighed: a weight of 0 must not meet minus infinity."""
+
 _TABLE_ROWS = 8192  # vocabulary rows projected at a time
 
 
@@ -110,6 +113,8 @@ class TdesConfig:
     """Root mean square of the target's embedding table; token embeddings enter divided by it."""
     hidden_rms: float = 1.0
     """Root mean square of the hidden states; they enter divided by it."""
+    reliance: bool = False
+    """Whether f also weighs the drafter's own log-probability: by depth, and by how likely the parent was."""
 
     def __post_init__(self) -> None:
         for name in ("embedding_size", "draft_depth", "width", "projection_size", "depth_size"):
@@ -144,8 +149,9 @@ class TdesNetwork(nn.Module):
     """f(p, c, d) = s * (w . relu(W [g_p(e_p); g_c(e_c); e_d] + b) + b0 + <A(e_p) * H(h_d), B(e_c)>), s > 0 learned.
 
     W is kept in its three blocks, so that everything a token contributes depends on its id alone (`token_tables`).
-    The last term is there with `gate_rank` above 0 only. A new network has w = 0, b0 = 0 and B = 0: f is 0 for every
-    edge, and trees are DDTree's.
+    The last term is there with `gate_rank` above 0 only. With `reliance`, f also holds
+    `(r_d + t_d log q_{d-1}(p)) log q_d(c)`: deep marginals, and those below an unlikely parent, can be trusted less.
+    A new network has w = 0, b0 = 0, B = 0, r = 0 and t = 0: f is 0 for every edge, and trees are DDTree's.
     """
 
     def __init__(self, config: TdesConfig, seed: int = 0) -> None:
@@ -170,6 +176,9 @@ class TdesNetwork(nn.Module):
         self.gate_parent = drawn(rank, config.embedding_size)  # A
         self.gate_hidden = drawn(rank, config.hidden_size)  # H
         self.gate_child = nn.Parameter(torch.zeros(rank, config.embedding_size))  # B
+        num_reliances = config.draft_depth if config.reliance else 0
+        self.reliance = nn.Parameter(torch.zeros(num_reliances))  # r
+        self.parent_reliance = nn.Parameter(torch.zeros(num_reliances))  # t
 
     def token_tables(self, embeddings: torch.Tensor) -> TokenTables:
         """Project the embeddings [V, E] of some tokens, or of the whole vocabulary."""
@@ -192,11 +201,13 @@ class TdesNetwork(nn.Module):
         children: torch.Tensor,
         depths: torch.Tensor,
         hidden: torch.Tensor | None = None,
+        log_q: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return f of edges.
 
         `parents` and `children` are rows of `tables`, `depths` counts from 0 (the root's children); all int64, of
-        shapes that broadcast to [..], the shape of the result. `hidden` is [.., H] at each edge's depth.
+        shapes that broadcast to [..], the shape of the result. `hidden` is [.., H] at each edge's depth; `log_q` are
+        the drafter's log-probabilities of each edge's parent (0 at the root) and child, which `reliance` needs.
         """
         mixed = tables.parent[parents] + tables.child[children] + self.depth_terms()[depths]
         inner = torch.relu(mixed) @ self.weight + self.offset
@@ -205,7 +216,13 @@ class TdesNetwork(nn.Module):
                 _known(hidden).to(self.weight.dtype) / self.config.hidden_rms @ self.gate_hidden.T
             )
             inner = inner + (gate * tables.gate_child[children]).sum(dim=-1)
-        return self.log_scale.exp() * inner
+        f = self.log_scale.exp() * inner
+        if self.config.reliance:
+            if log_q is None:
+                raise PolicyError("this edge scorer weighs the drafter's log-probabilities, and there are none")
+            of_parent, of_child = (values.clamp(min=_LEAST_LOG_Q) for values in log_q)
+            f = f + (self.reliance[depths] + self.parent_reliance[depths] * of_parent) * of_child
+        return f
 
 
 class TdesScorer:
@@ -239,6 +256,8 @@ class TdesScorer:
             self._depth_terms = network.depth_terms().float().cpu().numpy()
             self._weight = (scale * network.weight).float().cpu().numpy()
             self._offset = scale * float(network.offset)
+            self._reliance = network.reliance.float().cpu().numpy()
+            self._parent_reliance = network.parent_reliance.float().cpu().numpy()
             # On the device of the embeddings, where the drafter's hidden states are too.
             self._gate_hidden = (scale / config.hidden_rms * network.gate_hidden.T).float().to(embeddings.device)
 
@@ -261,6 +280,8 @@ class TdesScorer:
         parents[:, 1:] = candidate_ids[:, :-1]
         if self.needs_hidden:
             self._add_gate(scores, parents, candidate_ids, _known(hidden))
+        if self.config.reliance:
+            self._add_reliance(scores, log_probs)
         _score_edges(
             self._parent[parents].astype(np.float32),
             self._child[candidate_ids].astype(np.float32),
@@ -279,6 +300,15 @@ class TdesScorer:
         left = self._gate_parent[parents].astype(np.float32) * state
         right = self._gate_child[children].astype(np.float32)
         np.matmul(left, right.swapaxes(2, 3), out=scores)
+
+    def _add_reliance(self, scores: Float32Array, log_probs: Float32Array) -> None:
+        """Add (r_d + t_d log q_{d-1}(p)) log q_d(c) of every edge to `scores` [S, D, K, K]."""
+        of_child = np.maximum(np.asarray(log_probs, np.float32), np.float32(_LEAST_LOG_Q))
+        depth = of_child.shape[1]
+        of_parent = np.zeros_like(of_child)  # the root is certain
+        of_parent[:, 1:] = of_child[:, :-1]
+        weights = self._reliance[:depth, None] + self._parent_reliance[:depth, None] * of_parent
+        scores += weights[..., :, None] * of_child[..., None, :]
 
 
 def root_mean_square(values: torch.Tensor) -> float:

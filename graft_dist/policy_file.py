@@ -124,6 +124,7 @@ class ScorerPart(_Part):
     hidden_size: int
     embedding_rms: float
     hidden_rms: float
+    reliance: bool
     reading: Reading
     sha256: str
 

@@ -588,8 +588,20 @@ class _Batch:
         hidden = None
         if self._network.config.gate_rank > 0 and self._lessons.hidden is not None:
             hidden = self._tensor(self._lessons.hidden[rounds, depths])
-        f: torch.Tensor = self._network(self._tables, *places, self._tensor(depths), hidden)
+        log_q = None
+        if self._network.config.reliance:
+            above = np.maximum(depths - 1, 0)
+            of_parent = np.where(depths > 0, self._log_q(rounds, above, parents), np.float32(0.0))
+            log_q = (self._tensor(of_parent), self._tensor(self._log_q(rounds, depths, children)))
+        f: torch.Tensor = self._network(self._tables, *places, self._tensor(depths), hidden, log_q)
         return f
+
+    def _log_q(self, rounds: Int64Array, depths: Int64Array, tokens: Int64Array) -> Float32Array:
+        """The drafter's log-probabilities of candidates, found by their tokens; 0 for a token that is none."""
+        shape = np.broadcast_shapes(rounds.shape, tokens.shape)
+        rounds, depths, tokens = (np.broadcast_to(array, shape) for array in (rounds, depths, tokens))
+        is_token = self._lessons.candidate_ids[rounds, depths] == tokens[..., None]
+        return np.where(is_token, self._lessons.log_probs[rounds, depths], np.float32(0.0)).sum(axis=-1)
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -15,7 +15,9 @@ DATA = DataIdentity("sequences@3+rounds@3", ("run-1", "run-2"), 4, 20, 300, 900,
 CURVE = CostCurve((0, 1, 8, 64), (10.0, 12.0, 13.0, 30.0), "hand", token_ms=0.01)
 
 
-def random_network(embedding_size: int, depth: int, gate_hidden: int = 0, seed: int = 1) -> TdesNetwork:
+def random_network(
+    embedding_size: int, depth: int, gate_hidden: int = 0, seed: int = 1, reliance: bool = False
+) -> TdesNetwork:
     """A network that prefers and rejects edges without sense."""
     config = TdesConfig(
         embedding_size=embedding_size,
@@ -25,10 +27,12 @@ def random_network(embedding_size: int, depth: int, gate_hidden: int = 0, seed: 
         depth_size=3,
         gate_rank=2 if gate_hidden else 0,
         hidden_size=gate_hidden,
+        reliance=reliance,
     )
     network = TdesNetwork(config)
     generator = torch.Generator().manual_seed(seed)
-    for parameter in (network.weight, network.gate_child, network.offset):
+    parameters = (network.weight, network.gate_child, network.offset, network.reliance, network.parent_reliance)
+    for parameter in parameters:
         torch.nn.init.normal_(parameter.data, generator=generator)
     return network.requires_grad_(False)
 

@@ -25,7 +25,8 @@ from graft_dist.errors import PolicyError
 VOCAB, SIZE, HIDDEN = 50, 12, 6
 PLAIN = TdesConfig(embedding_size=SIZE, draft_depth=4, width=8, projection_size=5, depth_size=3)
 GATED = replace(PLAIN, gate_rank=3, hidden_size=HIDDEN, hidden_rms=1.5, embedding_rms=0.8)
-CONFIGS = pytest.mark.parametrize("config", [PLAIN, GATED], ids=["plain", "gated"])
+RELYING = replace(PLAIN, reliance=True)
+CONFIGS = pytest.mark.parametrize("config", [PLAIN, GATED, RELYING], ids=["plain", "gated", "relying"])
 READINGS = pytest.mark.parametrize("reading", ["sum", "conditional"])
 
 
@@ -48,13 +49,15 @@ def trained(config: TdesConfig, seed: int = 1) -> TdesNetwork:
     network = TdesNetwork(config, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name in ("weight", "offset", "log_scale", "gate_child", "bias"):
+        for name in ("weight", "offset", "log_scale", "gate_child", "bias", "reliance", "parent_reliance"):
             parameter = getattr(network, name)
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
     return network
 
 
-def by_hand(network: TdesNetwork, parent: int, child: int, depth: int, hidden: torch.Tensor) -> float:
+def by_hand(
+    network: TdesNetwork, parent: int, child: int, depth: int, hidden: torch.Tensor, log_q: tuple[float, float]
+) -> float:
     """f of one edge as the paper prints it, with one matrix W over the concatenation."""
     config, own = network.config, {name: value.detach() for name, value in network.named_parameters()}
     e_p, e_c = (embeddings()[token] / config.embedding_rms for token in (parent, child))
@@ -64,7 +67,10 @@ def by_hand(network: TdesNetwork, parent: int, child: int, depth: int, hidden: t
     if config.gate_rank:
         gate = (own["gate_parent"] @ e_p) * (own["gate_hidden"] @ (hidden / config.hidden_rms))
         inner = inner + gate @ (own["gate_child"] @ e_c)
-    return float(own["log_scale"].exp() * inner)
+    weighed = 0.0
+    if config.reliance:
+        weighed = float(own["reliance"][depth] + own["parent_reliance"][depth] * log_q[0]) * log_q[1]
+    return float(own["log_scale"].exp() * inner) + weighed
 
 
 def test_marginal_scores_are_the_drafters_log_probabilities() -> None:
@@ -112,7 +118,11 @@ def test_scores_follow_the_formula(config: TdesConfig) -> None:
     for slot, at in np.ndindex(3, 4):
         parents = [roots[slot]] if at == 0 else ids[slot, at - 1]
         for row, parent in enumerate(parents):
-            f = np.array([by_hand(network, int(parent), int(child), at, hidden[slot, at]) for child in ids[slot, at]])
+            above = 0.0 if at == 0 else float(log_probs[slot, at - 1, row])
+            edges = zip(ids[slot, at].tolist(), log_probs[slot, at].tolist(), strict=True)
+            f = np.array(
+                [by_hand(network, int(parent), child, at, hidden[slot, at], (above, own)) for child, own in edges]
+            )
             log_q = log_probs[slot, at].astype(np.float64)
             np.testing.assert_allclose(sums[slot, at, row], log_q + f, atol=5e-3)
             expected = log_q + f - np.log(np.exp(log_q + f).sum()) + np.log(np.exp(log_q).sum())
@@ -149,6 +159,7 @@ def test_compiled_scores_are_the_networks(config: TdesConfig) -> None:
             tokens[:, 1:, None, :],
             torch.arange(1, 4)[None, :, None, None],
             hidden[:, 1:, None, None],
+            tuple(torch.from_numpy(part) for part in (log_probs[:, :-1, :, None], log_probs[:, 1:, None, :])),
         )
     np.testing.assert_allclose(scores[:, 1:] - log_probs[:, 1:, None], f, atol=5e-3)
 
@@ -162,6 +173,15 @@ def test_slots_are_scored_alone() -> None:
         np.testing.assert_allclose(
             whole[own], scorer.score(roots[own], ids[own], log_probs[own], hidden[own]), atol=1e-5
         )
+
+
+def test_impossible_candidates_meet_weights_of_zero() -> None:
+    """Minus infinity times an untrained reliance must not become NaN."""
+    roots, ids, log_probs, _ = draft(num_slots=2, depth=3, width=4)
+    log_probs[:, 1, 3] = -np.inf
+    scores = TdesScorer(TdesNetwork(RELYING), embeddings(), "sum").score(roots, ids, log_probs)
+    assert not np.isnan(scores).any()
+    np.testing.assert_array_equal(scores[:, 1, :, 3], np.full((2, 4), -np.inf))
 
 
 def test_extreme_scores_stay_finite() -> None:
@@ -198,6 +218,9 @@ def test_what_does_not_fit_is_refused() -> None:
         TdesScorer(TdesNetwork(PLAIN), embeddings()).score(roots, ids, log_probs)
     with pytest.raises(PolicyError, match="choose one without a gate"):
         TdesScorer(TdesNetwork(GATED), embeddings()).score(roots, ids[:, :4], log_probs[:, :4])
+    with pytest.raises(PolicyError, match="weighs the drafter's log-probabilities"):
+        nothing = torch.zeros(1, dtype=torch.int64)
+        TdesNetwork(RELYING)(TdesNetwork(RELYING).token_tables(embeddings()), nothing, nothing, nothing)
     with pytest.raises(PolicyError, match="embeddings of 12 numbers, the target's have 11"):
         TdesScorer(TdesNetwork(PLAIN), embeddings()[:, 1:])
     with pytest.raises(PolicyError, match="sum, conditional"):

@@ -55,7 +55,7 @@ def embeddings() -> torch.Tensor:
 @pytest.mark.parametrize("changes", [{}, *GAINS], ids=["piecewise", "raw", "state", "saba", "fixed"])
 @pytest.mark.parametrize("gate_hidden", [0, 7])
 def test_a_round_trip_changes_nothing(changes: dict[str, Any], gate_hidden: int, tmp_path: Path) -> None:
-    policy = make_policy(random_network(SIZE, DEPTH, gate_hidden), **changes)
+    policy = make_policy(random_network(SIZE, DEPTH, gate_hidden, reliance=gate_hidden > 0), **changes)
     assert policy.save(tmp_path / "policy") == tmp_path / "policy"
     again = GraftPolicy.load(tmp_path / "policy")
     for name in GraftPolicy.__dataclass_fields__:

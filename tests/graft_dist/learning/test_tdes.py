@@ -111,6 +111,24 @@ def test_edge_by_hand() -> None:
     torch.testing.assert_close(edge_loss(f, labels, positive_weight=5.0), expected)
 
 
+def test_the_drafters_own_probabilities_are_weighed_by_depth_and_parent() -> None:
+    """Parents are the root and 6, whose log-probability is log .4; children are all candidates of the next depth."""
+    network = TdesNetwork(TdesConfig(embedding_size=SIZE, draft_depth=2, reliance=True))
+    with torch.no_grad():
+        network.reliance.copy_(torch.tensor([0.5, 0.25]))
+        network.parent_reliance.copy_(torch.tensor([9.0, 2.0]))  # the root is certain: 9 is never used
+    lessons = lessons_of([record_of()])
+    kl, pairs, edges = batch_terms(network, embeddings(), lessons, np.arange(1), TdesTraining(), 1.0)
+    log_q = torch.tensor([[0.6, 0.4], [0.8, 0.1]]).log()
+    weights = torch.tensor([[0.5], [0.25 + 2 * log(0.4)]])
+    targets = torch.from_numpy(lessons.parents.targets[lessons.parents.is_accepted])
+    torch.testing.assert_close(kl, kl_loss(log_q, weights * log_q, targets))
+    assert len(pairs) == len(lessons.pairs.rounds)
+    # Edges: 5 and 6 below the root, 7 below 5 (log .6).
+    f = torch.tensor([0.5 * log(0.6), (0.25 + 2 * log(0.6)) * log(0.8), 0.5 * log(0.4)])
+    torch.testing.assert_close(edges, edge_loss(f, torch.from_numpy(lessons.edges.labels), 1.0))
+
+
 def test_gradients_of_the_losses() -> None:
     generator = torch.Generator().manual_seed(0)
     f, log_q, target = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(3))
