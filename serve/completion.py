@@ -95,7 +95,7 @@ class Completion:
             for choice in range(request.n)
         ]
         if request.graft.rounds:
-            self._viewers = [RoundViewer(texts) for _ in self._answers]
+            self._viewers = [self._service.new_viewer(request.stop) for _ in self._answers]
 
     async def _echo(self, prompt: list[int]) -> str:
         try:
@@ -226,7 +226,8 @@ class Completion:
 
     def _rounds(self, streamed: Streamed) -> list[dict[str, Any]]:
         """The JSON views of the event's round, for a request that wants them: none or one."""
-        return self._viewers[streamed.index].view(streamed.event) if self._viewers else []
+        views = self._viewers[streamed.index].views(streamed.event) if self._viewers else []
+        return [view.to_json() for view in views]
 
     def _time(self, num_tokens: int) -> None:
         now = time.monotonic()

@@ -34,6 +34,7 @@ from serve.budget_probe import Probe, measured_policy, probe
 from serve.decode_thread import DecodeThread
 from serve.observer import DecodeObserver, RequestObserver, RequestReport
 from serve.policy_source import PolicySource
+from serve.round_view import Pieces, RoundViewer
 from serve.serve_args import PolicyPin, ServeArgs, TrafficRecording, UserConfig
 from serve.traffic_recorder import TrafficRecorder
 from storage import Provenance
@@ -90,6 +91,7 @@ class Service:
         self._tokenizer = copy.deepcopy(self.target.tokenizer)
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-tokenize")
         self.token_texts = TokenTexts(copy.deepcopy(self.target.tokenizer))
+        self._pieces = Pieces(copy.deepcopy(self.target.tokenizer))  # the event loop's
         max_budget = None if config.memory_limit_gb is None else max(config.budget, *config.budgets)
         self._source = PolicySource(config, self.target, self.drafter, args.methods, max_budget)
         self._recorder: TrafficRecorder | None = None
@@ -156,6 +158,10 @@ class Service:
         if outside:
             raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.target.vocab_size}")
         return await self._tokenize(lambda: str(self._tokenizer.decode(token_ids, skip_special_tokens=True)))
+
+    def new_viewer(self, stop: Sequence[str]) -> RoundViewer:
+        """A viewer of one answer's rounds, for the event loop."""
+        return RoundViewer(self._pieces, stop)
 
     async def _tokenize(self, work: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
