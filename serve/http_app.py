@@ -20,6 +20,7 @@ from serve.api_keys import ApiKeys
 from serve.completion import Completion
 from serve.errors import ApiError
 from serve.openai_api import ChatRequest, CompletionRequest, parse
+from serve.page import page_router
 from serve.service import Service
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -37,13 +38,20 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.include_router(_v1(service, keys))
     app.include_router(_operations(service))
+    app.include_router(page_router())
     return app
 
 
 def _v1(service: Service, keys: ApiKeys) -> APIRouter:
     """The OpenAI-compatible part: the only one that asks for a key."""
     router = APIRouter(prefix="/v1")
-    card = {"id": service.model, "object": "model", "created": service.created, "owned_by": "graft-dist"}
+    card = {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "graft-dist",
+        "graft": {"methods": list(service.args.methods)},  # what a request's graft.method may be
+    }
 
     @router.post("/chat/completions")
     async def chat(request: Request) -> Response:
