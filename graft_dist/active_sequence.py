@@ -91,6 +91,7 @@ class ActiveSequence:
         self.prefill_s = 0.0
         self.stages_s = np.zeros(4)  # draft, build, verify, commit: of the rounds it took part in
         self.num_rounds = 0
+        self.is_undraftable = False  # the drafter has given no finite numbers for it
         self._num_drafted = 0
         self._num_accepted = 0
         self._stop_tokens = stop_tokens
@@ -101,6 +102,11 @@ class ActiveSequence:
     def root(self) -> int:
         """The last committed token; its key and value are not in the cache yet."""
         return self.output[-1]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the target's cache once decoding: all tokens but the root."""
+        return len(self.prompt) + len(self.output) - 1
 
     @property
     def room(self) -> int:

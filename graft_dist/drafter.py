@@ -357,6 +357,11 @@ class DFlashDrafter:
         return self.config.draft_depth
 
     @property
+    def max_positions(self) -> int:
+        """Positions it can draft at: those its rotary embedding was made for."""
+        return self.config.max_position_embeddings
+
+    @property
     def target_layer_ids(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
@@ -424,10 +429,11 @@ class DFlashDrafter:
         roots = self.target.embed(torch.tensor(list(root_tokens), device=device))
         block = torch.cat([roots[:, None], self._mask_embeddings.expand(num_slots, -1, -1)], dim=1)
         hidden = self.model(block, block_positions, attend)[:, 1:]
-        cache.advance(list(range(num_slots)), list(counts))
         # In two dimensions: on a slice of three, matmul copies the whole weight (bf16 on a CPU: 130 ms a round).
         logits = self.target.lm_head(hidden.flatten(0, 1)).unflatten(0, (num_slots, depth))
-        return _proposal(logits, hidden, num_candidates)
+        proposal = _proposal(logits, hidden, num_candidates)
+        cache.advance(list(range(num_slots)), list(counts))  # last: until here a call that fails can be repeated
+        return proposal
 
 
 def _proposal(logits: torch.Tensor, hidden: torch.Tensor, num_candidates: int) -> DraftProposal:

@@ -7,6 +7,11 @@ policy. Owns the slots and the queue; a sequence's own state is in `active_seque
 Slots of sequences that are being decoded are 0 .. S - 1, in both caches. At most one prompt is partly read at any time;
 its slot in the target's cache is S, and it enters the drafter's cache when it starts decoding.
 
+What fails: work on one sequence (a prompt's forward, choosing its tokens, logits that are not finite) ends that
+sequence with the reason "error". A forward of the whole batch, or the device, raises out of `step` and leaves the
+engine as it was before the round, to be asked again. Only an error after tokens were taken leaves it unusable, and
+every later call says so. A drafter that gives no finite numbers for a sequence is not asked about it again.
+
 Not covered: thread safety (call everything from one thread), preemption of running sequences.
 
 Letters: S slots, R rows (tree nodes, padded), N rows that exist, V vocabulary, D draft depth, K candidates.
@@ -17,11 +22,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
@@ -35,13 +42,18 @@ from graft_dist.rounds import Float32Array, Int32Array, RoundRecord, RoundTrace,
 from graft_dist.sampling import SamplingParams, TokenChooser, Verdict, accept
 from graft_dist.target import Target, TargetOutput, greedy_tokens, tree_mask
 
-__all__ = ["MAX_NODES", "Drafter", "Engine", "Proposal", "SequenceEvent"]
+__all__ = ["MAX_NODES", "Drafter", "Engine", "EngineError", "Proposal", "SequenceEvent"]
 
 MAX_NODES = 4096
 """Most nodes a tree can have, whatever the policy asks for."""
 
 _PENDING_ROWS = 256  # feature rows a slot may keep for the drafter before they are moved into its cache
+_NOT_FINITE = "the target's logits are not finite: no token can be chosen"
 _PADDING_ROWS = 64  # padding rows of one drafting call beyond which long slots are brought up to date first
+
+
+class EngineError(RuntimeError):
+    """The engine was used after an error in the middle of a round; what its slots hold is not known."""
 
 
 class Proposal(Protocol):
@@ -60,6 +72,11 @@ class Drafter(Protocol):
 
     @property
     def draft_depth(self) -> int: ...
+    @property
+    def max_positions(self) -> int:
+        """Positions it can draft at: longer sequences are decoded plainly."""
+        ...
+
     @property
     def target_layer_ids(self) -> Sequence[int]: ...
     def new_cache(self, max_slots: int, max_length: int) -> SlotCache: ...
@@ -81,7 +98,7 @@ class _Draft:
     limits: list[int]
     states: list[DraftState]
     proposal: Proposal | None
-    handed: list[torch.Tensor]  # pending rows [n, F] of each slot that the drafter's cache has got in this round
+    is_usable: list[bool]  # whether the proposal says anything of the slot
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,8 @@ class _Verified:
 
     output: TargetOutput  # logits [N, V], features [S, R, F]
     starts: list[int]  # first row of each slot among the N
-    argmax: Int32Array | None  # [N], when a slot wants it
+    argmax: Int32Array  # [N]
+    is_finite: npt.NDArray[np.bool_]  # [N], of the logits
 
 
 @dataclass(frozen=True)
@@ -183,8 +201,9 @@ class Engine:
         self._live: list[ActiveSequence] = []  # index = slot
         self._filling: ActiveSequence | None = None  # the sequence whose prompt is partly read
         self._waiting: deque[ActiveSequence] = deque()
-        self._unsent: list[SequenceEvent] = []  # of sequences aborted since the last step
+        self._unsent: list[SequenceEvent] = []  # of aborted sequences, and of steps that an error has ended
         self._num_added = 0
+        self._fault: str | None = None  # the error in the middle of a round
 
     @property
     def num_live(self) -> int:
@@ -205,8 +224,9 @@ class Engine:
         """Queue a prompt and return its id (`sequence_id`, or a new one). It gets a slot in a later step.
 
         Raises ValueError for an empty prompt, one that leaves no room for an answer, ids outside the vocabulary, or an
-        id that is in use.
+        id that is in use. Raises EngineError after an error in the middle of a round.
         """
+        self._check_usable()
         prompt = [int(token) for token in prompt_token_ids]
         self._check_prompt(prompt)
         if sequence_id is None:
@@ -235,7 +255,11 @@ class Engine:
         return sequence_id
 
     def abort(self, sequence_id: str) -> bool:
-        """End a sequence now; its last event, with reason "abort", comes with the next step. False if it is unknown."""
+        """End a sequence now; its last event, with reason "abort", comes with the next step. False if it is unknown.
+
+        Raises EngineError after an error in the middle of a round.
+        """
+        self._check_usable()
         found = next((sequence for sequence in self._sequences() if sequence.sequence_id == sequence_id), None)
         if found is None:
             return False
@@ -253,34 +277,52 @@ class Engine:
         A sequence whose prompt is read in this step takes part in the round, so it may have two events.
 
         A failure in one sequence's own work ends that sequence alone, with the reason "error". One that concerns the
-        whole batch is raised: while drafting, building or verifying nothing has been committed, so that `step` may be
-        called again (with another policy, say), and no event is lost.
+        whole batch, the policy or the device is raised: until the target has answered nothing has been committed, so
+        that `step` may be called again (with another policy, say), and no event is lost. Raises EngineError after an
+        error in the middle of a commit.
         """
-        self._unsent += self._prefill()
-        if not self._live:
-            return self._take_unsent()
-        batch = list(self._live)
-        start = time.perf_counter_ns()
-        draft = self._draft(batch)
-        drafted = time.perf_counter_ns()
+        self._check_usable()
+        self._prefill()
+        if self._live:
+            self._run_round(list(self._live))
+        events, self._unsent = self._unsent, []
+        return events
+
+    def _run_round(self, batch: list[ActiveSequence]) -> None:
+        """One round for the live slots. Until the target has answered, it can be repeated."""
         trees: list[DraftTree] = []
         try:
+            start = time.perf_counter_ns()
+            draft = self._draft(batch)
+            drafted = time.perf_counter_ns()
             trees = self._build(batch, draft)
             built = time.perf_counter_ns()
             answers = self._verify(trees)
-        except Exception as error:
-            self._undo_draft(batch, draft)
+            verified = time.perf_counter_ns()
+        except BaseException as error:
+            self._take_back_context(batch)
+            if not isinstance(error, Exception):
+                raise
             self._end_failing(batch, trees, error)
-            return self._take_unsent()
-        verified = time.perf_counter_ns()
-        outcomes = [self._accept(slot, tree, answers) for slot, tree in enumerate(trees)]
-        self._commit(batch, answers, outcomes)
-        clock = _Clock(start, drafted, built, verified, time.perf_counter_ns())
-        return self._take_unsent() + self._finish(_Round(batch, draft, trees, answers, outcomes, clock))
+            return
+        with self._changing():
+            outcomes = [self._accept(slot, tree, answers) for slot, tree in enumerate(trees)]
+            self._commit(batch, draft, answers, outcomes)
+            clock = _Clock(start, drafted, built, verified, time.perf_counter_ns())
+            self._finish(_Round(batch, draft, trees, answers, outcomes, clock))
 
-    def _take_unsent(self) -> list[SequenceEvent]:
-        events, self._unsent = self._unsent, []
-        return events
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Sequences and caches change together: whatever ends this early has left them apart."""
+        try:
+            yield
+        except BaseException as error:
+            self._fault = f"{type(error).__name__}: {error}"
+            raise
+
+    def _check_usable(self) -> None:
+        if self._fault is not None:
+            raise EngineError(f"an error ended this engine in the middle of a round ({self._fault}); make a new engine")
 
     # ---- joining and leaving
 
@@ -344,15 +386,16 @@ class Engine:
             # The partly read prompt moved into the gap; the decoding slots must stay in front of it.
             self._cache.swap(slot, last)
         if self._drafter_cache is not None:
+            if sequence.is_undraftable:
+                self._drafter_cache.clear(slot)  # its keys and values may be NaN
             self._drafter_cache.remove(slot)
         self._live[slot] = self._live[last]
         self._live.pop()
 
     # ---- prefill
 
-    def _prefill(self) -> list[SequenceEvent]:
-        """Read up to `prefill_chunk` tokens of waiting prompts; give the first token of each prompt that is done."""
-        events: list[SequenceEvent] = []
+    def _prefill(self) -> None:
+        """Read up to `prefill_chunk` tokens of waiting prompts; choose the first token of each prompt that is done."""
         num_left = self.prefill_chunk
         while num_left > 0:
             sequence = self._filling or self._admit()
@@ -361,25 +404,31 @@ class Engine:
             start = time.perf_counter()
             chunk = sequence.prompt[sequence.num_prefilled : sequence.num_prefilled + num_left]
             num_left -= len(chunk)
+            outcome: Outcome | None = None
             try:
                 output = self.target.prefill(chunk, self._cache, len(self._live), self._tap_layers)
             except Exception as error:
-                events.append(self._start_decoding(sequence, failure(error)))
-                continue
-            sequence.num_prefilled += len(chunk)
-            if self.drafter is not None:
-                sequence.add_pending(output.features[0])
-            outcome = self._first_token(sequence, output) if sequence.num_prefilled == len(sequence.prompt) else None
-            sequence.prefill_s += time.perf_counter() - start
-            if outcome is not None:
-                events.append(self._start_decoding(sequence, outcome))
-        return events
+                outcome = failure(error)
+            with self._changing():
+                if outcome is None:
+                    outcome = self._take_chunk(sequence, len(chunk), output)
+                sequence.prefill_s += time.perf_counter() - start
+                if outcome is not None:
+                    self._unsent.append(self._start_decoding(sequence, outcome))
+
+    def _take_chunk(self, sequence: ActiveSequence, num_tokens: int, output: TargetOutput) -> Outcome | None:
+        """Count what was read of a prompt; the first token if that was the rest of it."""
+        sequence.num_prefilled += num_tokens
+        if self.drafter is not None:
+            sequence.add_pending(output.features[0])
+        return self._first_token(sequence, output) if sequence.num_prefilled == len(sequence.prompt) else None
 
     def _first_token(self, sequence: ActiveSequence, output: TargetOutput) -> Outcome:
         try:
-            if sequence.is_argmax:
-                token = int(greedy_tokens(output.logits)[0])
-            else:
+            token = int(greedy_tokens(output.logits)[0])
+            if not bool(output.logits[0, token].isfinite()):
+                raise FloatingPointError(_NOT_FINITE)
+            if not sequence.is_argmax:
                 token = sequence.chooser.next_token(output.logits[0])
             return sequence.take([token], output.logits)
         except Exception as error:
@@ -387,6 +436,8 @@ class Engine:
 
     def _start_decoding(self, sequence: ActiveSequence, outcome: Outcome) -> SequenceEvent:
         if outcome.finish_reason is not None:
+            if outcome.finish_reason == "error":
+                self._cache.clear(len(self._live))  # its keys and values may be NaN
             self._release(sequence)
         else:
             self._filling = None
@@ -408,7 +459,7 @@ class Engine:
         limits = self.policy.budget.limits(states)
         if not any(limits):
             self._bound_pending(batch)
-            return _Draft(limits, states, None, [])
+            return _Draft(limits, states, None, [False] * len(batch))
         if self.drafter is None or self._drafter_cache is None:
             raise PolicyError(f"policy {self.policy.name!r} drafts, but the engine has no drafter")
         if self.memory_limit_bytes is not None and max(limits) > self._max_budget:
@@ -418,23 +469,17 @@ class Engine:
             )
         self._catch_up(batch)
         counts = [sequence.num_pending for sequence in batch]
-        handed = [sequence.pending() for sequence in batch]
-        features = pad_sequence(handed, batch_first=True)
+        features = pad_sequence([sequence.pending() for sequence in batch], batch_first=True)
         roots = [sequence.root for sequence in batch]
         num_candidates = min(self.policy.num_candidates, self.target.vocab_size)
         proposal = self.drafter.propose(self._drafter_cache, features, counts, roots, num_candidates)
-        for sequence, count in zip(batch, counts, strict=True):
-            sequence.drop_pending(count)
+        is_usable: list[bool] = np.all(proposal.log_probs < np.inf, axis=(1, 2)).tolist()  # also false of NaN
+        for sequence, usable in zip(batch, is_usable, strict=True):
+            sequence.is_undraftable |= not usable
+        limits = [limit if usable else 0 for limit, usable in zip(limits, is_usable, strict=True)]
         if self.policy.budget.needs_state or self.record:
-            states = _with_draft(states, proposal)
-        return _Draft(limits, states, proposal, handed)
-
-    def _undo_draft(self, batch: list[ActiveSequence], draft: _Draft) -> None:
-        """Take back what drafting changed, so that the round can be tried again."""
-        for slot, (sequence, rows) in enumerate(zip(batch, draft.handed, strict=bool(draft.handed))):
-            assert self._drafter_cache is not None
-            self._drafter_cache.lengths[slot] -= len(rows)
-            sequence.add_pending(rows)
+            states = _with_draft(states, proposal, is_usable)
+        return _Draft(limits, states, proposal, is_usable)
 
     def _state(self, slot: int, sequence: ActiveSequence) -> DraftState:
         return DraftState(
@@ -450,6 +495,8 @@ class Engine:
     def _max_depth(self, sequence: ActiveSequence) -> int:
         """Deepest node that can still become output: a round gives one token more than the path is long."""
         depth = 0 if self.drafter is None else self.drafter.draft_depth
+        if self.drafter is None or sequence.is_undraftable or sequence.num_rows + depth >= self.drafter.max_positions:
+            return 0
         if self.policy.max_depth is not None:
             depth = min(depth, self.policy.max_depth)
         return min(depth, sequence.room - 1)
@@ -475,6 +522,12 @@ class Engine:
         for slot, sequence in enumerate(batch):
             if sequence.num_pending > _PENDING_ROWS:
                 self._extend(slot, sequence)
+
+    def _take_back_context(self, batch: list[ActiveSequence]) -> None:
+        """Forget what the drafter was given since the last commit, so that it can be given it again."""
+        if self._drafter_cache is not None:
+            for slot, sequence in enumerate(batch):
+                self._drafter_cache.lengths[slot] = self._cache.lengths[slot] - sequence.num_pending
 
     def _extend(self, slot: int, sequence: ActiveSequence) -> None:
         assert self.drafter is not None and self._drafter_cache is not None
@@ -524,10 +577,11 @@ class Engine:
         real = np.concatenate([slot * num_rows + np.arange(size) for slot, size in enumerate(sizes)])
         logit_rows = torch.from_numpy(real).to(target.device, non_blocking=True)
         output = target.forward(token_ids, positions, mask, self._cache, self._tap_layers, logit_rows)
-        argmax = None
-        if any(self._live[slot].is_argmax for slot in slots):
-            argmax = greedy_tokens(output.logits).to(torch.int32).cpu().numpy()
-        return _Verified(output, [0, *np.cumsum(sizes)[:-1].tolist()], argmax)
+        best = greedy_tokens(output.logits).unsqueeze(1)
+        finite = output.logits.gather(1, best).isfinite()  # a row's NaN is its maximum
+        argmax, is_finite = torch.cat([best, finite], dim=1).cpu().numpy().T
+        starts = [0, *np.cumsum(sizes)[:-1].tolist()]
+        return _Verified(output, starts, argmax.astype(np.int32), is_finite.astype(np.bool_))
 
     def _end_failing(self, batch: list[ActiveSequence], trees: list[DraftTree], error: Exception) -> None:
         """After a failed round: end the sequences whose verification fails alone, too. Raises if there is none.
@@ -552,12 +606,15 @@ class Engine:
     def _accept(self, slot: int, tree: DraftTree, verified: _Verified) -> Outcome:
         """Walk one slot's tree and decide what it outputs; an exception here ends this sequence only."""
         sequence, start = self._live[slot], verified.starts[slot]
-        logits = verified.output.logits[start : start + tree.num_nodes + 1]
+        end = start + tree.num_nodes + 1
+        logits = verified.output.logits[start:end]
         try:
+            # All rows, for a node's NaN reaches the others through the mask: nothing times NaN is NaN.
+            if not verified.is_finite[start:end].all():
+                raise FloatingPointError(_NOT_FINITE)
             target_tokens: Int32Array | None = None
             if sequence.is_argmax:
-                assert verified.argmax is not None
-                target_tokens = verified.argmax[start : start + tree.num_nodes + 1]
+                target_tokens = verified.argmax[start:end]
             elif self.record:
                 target_tokens = sequence.chooser.next_tokens(logits, tree)
             if target_tokens is not None:
@@ -571,26 +628,29 @@ class Engine:
 
     # ---- commit
 
-    def _commit(self, batch: list[ActiveSequence], verified: _Verified, outcomes: list[Outcome]) -> None:
+    def _commit(self, batch: list[ActiveSequence], draft: _Draft, verified: _Verified, outcomes: list[Outcome]) -> None:
         """Keep each path's rows in the target's cache, and their features for the drafter; count."""
         kept = [[0, *outcome.path] if outcome.finish_reason is None else [] for outcome in outcomes]
         lengths = self._cache.lengths[: len(batch)]
         self._cache.keep([[length + node for node in nodes] for length, nodes in zip(lengths, kept, strict=True)])
         for slot, (sequence, nodes) in enumerate(zip(batch, kept, strict=True)):
+            if outcomes[slot].finish_reason == "error":
+                self._cache.clear(slot)  # its keys and values may be NaN
+            if draft.proposal is not None:
+                sequence.drop_pending(sequence.num_pending)
             if nodes and self.drafter is not None:
                 rows = torch.tensor(nodes).to(self.target.device, non_blocking=True)
                 sequence.add_pending(verified.output.features[slot].index_select(0, rows))
 
     # ---- what is left of a round
 
-    def _finish(self, done: _Round) -> list[SequenceEvent]:
+    def _finish(self, done: _Round) -> None:
         """Count the round, free the slots of sequences that ended, and tell what happened."""
         records: list[RoundRecord | None] = [None] * len(done.batch)
         if self.record:
             records = _records(done, self.policy.num_candidates, self._projection)
         traces = _traces(done)
         stages_s = np.array(done.clock.stages_ns) / 1e9
-        events = []
         each = zip(done.batch, done.trees, done.outcomes, records, traces, strict=True)
         for sequence, tree, outcome, record, trace in each:
             if outcome.finish_reason != "error":
@@ -598,8 +658,7 @@ class Engine:
             sequence.stages_s += stages_s
             if outcome.finish_reason is not None:
                 self._release(sequence)
-            events.append(sequence.event(outcome, record, trace))
-        return events
+            self._unsent.append(sequence.event(outcome, record, trace))
 
 
 def _at_least_one(name: str, value: int) -> int:
@@ -608,9 +667,12 @@ def _at_least_one(name: str, value: int) -> int:
     return value
 
 
-def _with_draft(states: list[DraftState], proposal: Proposal) -> list[DraftState]:
+def _with_draft(states: list[DraftState], proposal: Proposal, is_usable: list[bool]) -> list[DraftState]:
     conf, degen = confidences(proposal.log_probs), degenerations(proposal.hidden)
-    return [replace(state, conf=float(conf[slot]), degen=float(degen[slot])) for slot, state in enumerate(states)]
+    return [
+        replace(state, conf=float(conf[slot]), degen=float(degen[slot])) if is_usable[slot] else state
+        for slot, state in enumerate(states)
+    ]
 
 
 def _path_logits(sequence: ActiveSequence, logits: torch.Tensor, verdict: Verdict) -> torch.Tensor | None:
@@ -670,7 +732,8 @@ def _slot_record(
     done: _Round, slot: int, num_candidates: int, parents: tuple[Float32Array, Float32Array], num_rows: int
 ) -> RoundRecord:
     sequence, tree, outcome = done.batch[slot], done.trees[slot], done.outcomes[slot]
-    state, proposal = done.draft.states[slot], done.draft.proposal
+    state = done.draft.states[slot]
+    proposal = done.draft.proposal if done.draft.is_usable[slot] else None
     draft_ns, build_ns, verify_ns, commit_ns = done.clock.stages_ns
     assert outcome.target_tokens is not None
     nothing = (0, num_candidates)
@@ -711,7 +774,10 @@ def _parent_logits(done: _Round, num_candidates: int) -> list[tuple[Float32Array
     if proposal is None:
         return [(np.zeros((0, num_candidates), np.float32), np.zeros(0, np.float32))] * len(done.batch)
     depth = proposal.candidate_ids.shape[1]
-    parents = [[0, *outcome.path][:depth] for outcome in done.outcomes]
+    parents = [
+        [0, *outcome.path][:depth] if usable else []
+        for outcome, usable in zip(done.outcomes, done.draft.is_usable, strict=True)
+    ]
     rows = [start + node for start, nodes in zip(done.verified.starts, parents, strict=True) for node in nodes]
     ids = np.concatenate([proposal.candidate_ids[slot, : len(nodes)] for slot, nodes in enumerate(parents)])
     chosen = logits.index_select(0, torch.tensor(rows, device=logits.device)).float()

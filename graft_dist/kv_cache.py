@@ -20,7 +20,8 @@ class SlotCache:
 
     Live slots are packed at the front: `add` appends one, `remove` moves the last one into the hole. A slot's first
     `lengths[slot]` rows are committed; rows behind them are scratch, where a tree is written until `keep` moves its
-    accepted path down. Scratch rows are never NaN, so hiding them by an additive mask is enough.
+    accepted path down. Scratch rows must be finite, so that an additive mask hides them: `clear` a slot where they are
+    not.
 
     `max_length` bounds the doubling, not the writes: a tree near the context limit may need scratch rows beyond it.
     With `limit_bytes`, memory grows to exactly what is asked for when doubling would pass the limit; the caller decides
@@ -113,6 +114,11 @@ class SlotCache:
             self.lengths[slot] = length
         self.lengths.pop()
         return last if slot != last else None
+
+    def clear(self, slot: int) -> None:
+        """Zero all rows of a live slot, scratch included: NaN or infinite ones would show through the next mask."""
+        self._check_live(slot)
+        self._data[:, slot] = 0
 
     def swap(self, first: int, second: int) -> None:
         """Exchange two live slots' places."""

@@ -174,6 +174,7 @@ class FakeDrafter:
         self.accuracy = accuracy
         self.block_size = block_size
         self.draft_depth = block_size - 1
+        self.max_positions = 1 << 20
         self.target_layer_ids = target_layer_ids
         self.fingerprint = f"fake-{seed}"
         self.seed = seed
