@@ -28,7 +28,7 @@ import platformdirs
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AttentionInterface,
     AutoConfig,
@@ -331,7 +331,7 @@ class Target:
                     device_map={"": place} if place.type == "cuda" else None,
                     **where,
                 )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
         target = cls(spec, model.eval().requires_grad_(False), tokenizer)
         target.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,6 +238,16 @@ def test_architecture_and_tokenizer_need_no_weights(tmp_path: Path) -> None:
         read_tokenizer(str(tmp_path / "nowhere"))
     build_tokenizer().save_pretrained(tmp_path)
     assert read_tokenizer(str(tmp_path)).encode("a") == build_tokenizer().encode("a")
+
+
+def test_damaged_weights_are_one_sentence(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "damaged")
+    weights = (folder / "model.safetensors").read_bytes()
+    for damaged in (weights[:5000], b"", b"not a header" * 9):
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(TargetError, match="damaged' cannot be loaded: ") as caught:
+            Target.load(str(folder), dtype="float32", device="cpu")
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("vocab_size", [97, 4096, 5000, 49152])
