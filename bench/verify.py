@@ -1,17 +1,30 @@
 """Recompute a benchmark's published numbers from its raw rows, with nothing but the standard library.
 
-    python bench/verify.py FOLDER...
+    python bench/verify.py FOLDER|DOCUMENT.md ...
 
 Each folder holds what `graft bench` or `graft bench-serve` wrote. Every cell of `summary.json` that is a function of
 the rows is computed again, in other code than the one that made it; the intervals' bounds, which come from random
 resampling, are checked against a resampling of our own. `summary.md` has to show the same numbers. Exit code 1, and a
-line for each, when something differs."""
+line for each, when something differs.
+
+A document says where its figures come from in comments, each in front of the table or paragraph that it is about:
+
+    <!-- figures: bench/x; rows: plain 0 all, ddtree 8 all; columns: speedup, speedup_low + speedup_high, mat -->
+    <!-- figures: bench/x; values: ddtree 8 code speedup, ddtree 8 math speedup -->
+    <!-- figures: bench/y/log.jsonl; rows: step; columns: loss, depth_accuracy.0 -->
+
+A row is method, budget and task of `summary.json` (load and arm where there are those), or the key of a log whose value
+stands in the row's first cell; a column is named for each cell but the first, which says what the row is. A paragraph's
+figures are its numbers with a decimal point or a percent sign, in order. Each has to be the value as rounded to the
+digits it is shown with; files are looked up from the repository's root."""
 
 from __future__ import annotations
 
 import json
 import random
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +32,11 @@ Row = dict[str, Any]
 
 RELATIVE_TOLERANCE = 1e-9
 INTERVAL_TOLERANCE = 0.05  # of the speed-up: two resamplings of the same rows differ by chance
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKER = re.compile(r"<!-- figures: ([^;>]+); (?:rows: ([^;>]+); columns: ([^;>]+)|values: ([^;>]+)) -->")
+FIGURE = re.compile(r"\d+(?:\.\d+)?(?: ?%)?")
+Lookup = Callable[[str], Any]  # the value that a row and a column name, such as "ddtree 8 all mat"
 
 
 def read_lines(file: Path) -> list[Row]:
@@ -280,16 +298,84 @@ def recompute_load(own: list[Row], plain: list[Row], gaps: list[float], level: R
     return cell
 
 
+# ---- documents
+
+
+def document_differences(document: Path) -> list[str]:
+    """One line for each marked figure of a document that is not its file's value, and for text that cannot be read."""
+    text = document.read_text(encoding="utf-8")
+    markers = list(MARKER.finditer(text))
+    if len(markers) != text.count("<!-- figures"):
+        return ["a comment that begins with figures: cannot be read"]
+    if not markers:
+        return ["no figure is marked"]
+    found = []
+    for marker in markers:
+        block = text[marker.end() :].strip().split("\n\n")[0]
+        source, rows, columns, values = marker.groups()
+        lookup = _lookup(ROOT / source.strip())
+        if values is not None:
+            shown = [figure for figure in FIGURE.findall(block) if "." in figure or "%" in figure]
+            found += _compare(source, shown, values.split(","), lookup)
+        else:
+            found += _table_differences(source, block, rows.split(","), columns.split(","), lookup)
+    return found
+
+
+def _table_differences(source: str, block: str, rows: list[str], columns: list[str], lookup: Lookup) -> list[str]:
+    cells = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.split("\n")[2:]]
+    # A log's rows are found by what stands in their first cells, a summary's are named in the marker.
+    names = rows if " " in rows[0].strip() else [f"{rows[0].strip()} {line[0]}" for line in cells]
+    if len(names) != len(cells) or any(len(line) != 1 + len(columns) for line in cells):
+        return [f"{source}: the table has other rows or columns than its comment names"]
+    found = []
+    for name, line in zip(names, cells, strict=True):
+        for cell, column in zip(line[1:], columns, strict=True):
+            wanted = [f"{name} {part.strip()}" for part in column.split("+")] if cell else []
+            found += _compare(source, FIGURE.findall(cell), wanted, lookup)
+    return found
+
+
+def _compare(source: str, shown: list[str], names: list[str], lookup: Lookup) -> list[str]:
+    if len(shown) != len(names):
+        return [f"{source}: {len(shown)} figures ({', '.join(shown)}) where the comment names {len(names)}"]
+    found = []
+    for figure, name in zip(shown, names, strict=True):
+        value = lookup(name)
+        number = figure.rstrip("% ")
+        digits = len(number.partition(".")[2])
+        if value is None or f"{value * (100 if '%' in figure else 1):.{digits}f}" != number:
+            found.append(f"{source}: {' '.join(name.split())} is shown as {figure}, but is {value}")
+    return found
+
+
+def _lookup(source: Path) -> Lookup:
+    if source.is_dir():
+        summary = json.loads((source / "summary.json").read_text(encoding="utf-8"))
+        keys = ("load", "arm") if "load" in summary[0] else ("method", "budget", "task")
+        cells = {" ".join(str(row[key]) for key in keys): row for row in summary}
+    else:
+        cells = {f"{key} {row[key]}": row for row in read_lines(source) for key in row if isinstance(row[key], int)}
+
+    def look(name: str) -> Any:
+        row, _, column = " ".join(name.split()).rpartition(" ")
+        key, _, index = column.partition(".")
+        value = cells.get(row, {}).get(key)
+        return value[int(index)] if index and value is not None else value
+
+    return look
+
+
 def main() -> int:
-    folders = [Path(argument) for argument in sys.argv[1:]]
-    if not folders:
-        print("usage: python bench/verify.py FOLDER...", file=sys.stderr)
+    paths = [Path(argument) for argument in sys.argv[1:]]
+    if not paths:
+        print("usage: python bench/verify.py FOLDER|DOCUMENT.md ...", file=sys.stderr)
         return 2
     failed = False
-    for folder in folders:
-        found = differences(folder)
+    for path in paths:
+        found = document_differences(path) if path.suffix == ".md" else differences(path)
         failed = failed or bool(found)
-        print(f"{folder}: {'every number follows from the rows' if not found else f'{len(found)} differences'}")
+        print(f"{path}: {'every number follows from the rows' if not found else f'{len(found)} differences'}")
         for line in found:
             print(f"  {line}")
     return 1 if failed else 0

@@ -1,7 +1,9 @@
-"""The numbers that are published in bench/ follow from the rows beside them."""
+"""The numbers that are published in bench/, in the README and in the drafter's card follow from committed rows."""
 
 import itertools
 import json
+import re
+import runpy
 import subprocess
 import sys
 from dataclasses import asdict
@@ -20,6 +22,7 @@ from jobs.load_schedule import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = sorted(file.parent for file in (ROOT / "bench").rglob("summary.json"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "graft_dist" / "data" / "drafters" / "smollm2-135m" / "README.md"]
 
 
 def verify(*folders: Path) -> subprocess.CompletedProcess[str]:
@@ -32,6 +35,33 @@ def verify(*folders: Path) -> subprocess.CompletedProcess[str]:
 def test_published_numbers_follow_from_their_rows(folder: Path) -> None:
     done = verify(folder)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=["README", "card"])
+def test_figures_of_a_document_follow_from_their_rows(document: Path) -> None:
+    done = verify(document)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=["README", "card"])
+def test_any_changed_digit_of_a_marked_figure_is_found(document: Path, tmp_path: Path) -> None:
+    check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["document_differences"]
+    text = document.read_text(encoding="utf-8")
+    copy, num_changed = tmp_path / "copy.md", 0
+    for marker in re.finditer(r"<!-- figures:.*?-->\s*", text):
+        end = text.index("\n\n", marker.end())
+        start = text.index("---|\n", marker.end()) if text[marker.end()] == "|" else marker.end()
+        for figure in re.finditer(r"\d+\.\d+|\d+ %", text[start:end]):
+            for digit in re.finditer(r"\d", figure[0]):
+                place = start + figure.start() + digit.start()
+                copy.write_text(f"{text[:place]}{(int(digit[0]) + 1) % 10}{text[place + 1 :]}", encoding="utf-8")
+                assert check(copy), f"{figure[0]} may be changed at {digit.start()}"
+                num_changed += 1
+    assert num_changed > 60
+    copy.write_text("A document without a marked figure: 1.23.\n")
+    assert check(copy) == ["no figure is marked"]
+    copy.write_text(text.replace("; columns:", "; cells:").replace("; values:", "; numbers:"))
+    assert check(copy) == ["a comment that begins with figures: cannot be read"]
 
 
 def measurements(index: int) -> list[Measurement]:
