@@ -19,7 +19,7 @@ from jobs.bench_command import caps_of, policy_of
 from jobs.generate_command import new_maker, report_failures, to_requests
 from jobs.out_file import check_out_file, to_json, write_aside
 from jobs.policy_option import Learned
-from jobs.provenance import provenance
+from jobs.provenance import provenance, public_config
 
 
 def run_audit(  # noqa: PLR0913 - one argument is one option of the command
@@ -64,7 +64,7 @@ def run_audit(  # noqa: PLR0913 - one argument is one option of the command
         print(render_report(reports[-1], target.tokenizer), flush=True)
     exit_code = report_failures(failed)
     if out is not None:
-        settings = {"config": config.model_dump(mode="json"), "sampling": asdict(params), "slots": slots}
+        settings = {"config": public_config(config), "sampling": asdict(params), "slots": slots}
         settings["policy_fingerprint"] = learned.fingerprint
         content = {"settings": settings, **provenance(), "reports": [asdict(report) for report in reports]}
         write_aside(out, to_json(content))

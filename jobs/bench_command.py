@@ -38,12 +38,13 @@ from graft_dist.target import Target
 from jobs.bench_folder import BenchFolder
 from jobs.generate_command import new_maker, report_failures, to_requests
 from jobs.policy_option import Learned
-from jobs.provenance import commit, machine, provenance
+from jobs.provenance import commit, machine, provenance, public_config
 
 
-def run_bench(
+def run_bench(  # noqa: PLR0913 - each argument is one option of the command
     config: TargetConfig,
     prompts: Sequence[Prompt | BadPrompt],
+    prompt_file: Path,
     methods: Sequence[str],
     budgets: Sequence[int],
     params: SamplingParams,
@@ -62,7 +63,8 @@ def run_bench(
     arms = arms_for(methods, budgets, drafter.draft_depth if drafter else 0, caps_of(learned))
     folder = BenchFolder(out, arms)
     settings = _settings(config, prompts, arms, params, target, drafter)
-    folder.open({**settings, "policy_fingerprint": learned.fingerprint}, provenance() | _cost_of(maker, methods))
+    settings |= {"policy_fingerprint": learned.fingerprint, "prompt_file": _identity(prompt_file)}
+    folder.open(settings, provenance() | _cost_of(maker, methods))
     requests, failed = to_requests(prompts, target.tokenizer, config)
     decode = _make_decoder(config, target, drafter, arms, params, maker)
     waiting = [(turn, request) for turn, request in enumerate(requests) if request.prompt_id not in folder.done_prompts]
@@ -148,7 +150,7 @@ def _settings(
     """What two runs must share for their rows to stand in one table."""
     listed = json.dumps([asdict(prompt) for prompt in prompts], ensure_ascii=False).encode()
     return {
-        "config": config.model_dump(mode="json"),
+        "config": public_config(config),
         "arms": [asdict(arm) for arm in arms],
         "sampling": asdict(params),
         "prompts_sha256": hashlib.sha256(listed).hexdigest(),
@@ -160,6 +162,11 @@ def _settings(
         "cpu": machine()["cpu"],
         "commit": commit(),
     }
+
+
+def _identity(file: Path) -> dict[str, str]:
+    """A file by its name and contents: where it lay is nobody's business, and says nothing to anyone else."""
+    return {"name": file.name, "sha256": hashlib.sha256(file.expanduser().read_bytes()).hexdigest()}
 
 
 def _progress_line(num_done: int, total: int, request: Request, measured: Sequence[Measurement]) -> str:

@@ -291,7 +291,7 @@ def bench(
     _prepare_torch(settings, threads)
     from jobs.bench_command import run_bench
 
-    raise typer.Exit(run_bench(settings, found, names, chosen, params, warmup, out, learned))
+    raise typer.Exit(run_bench(settings, found, prompts, names, chosen, params, warmup, out, learned))
 
 
 @app.command("bench-serve")

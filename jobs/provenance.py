@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graft_dist.config import TargetConfig
 from graft_dist.hardware import cpu_name
 
 PACKAGES = ("graft-dist", "torch", "transformers", "numba", "numpy", "ray", "duckdb", "deltalake")
@@ -25,16 +26,28 @@ def provenance() -> dict[str, Any]:
     """Machine, package versions, commit and command of this process."""
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [_without_folder(argument) for argument in sys.argv],
+        "command": [without_folder(argument) for argument in sys.argv],
         "commit": commit(),
         "machine": machine(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES},
     }
 
 
-def _without_folder(argument: str) -> str:
-    # Results are published: whose home or scratch folder a file lay in is nobody's business.
-    return Path(argument).name if Path(argument).is_absolute() else argument
+def without_folder(argument: str) -> str:
+    """A path that leads out of the working directory as its name alone, also behind `--option=`; else the argument.
+
+    Results are published: whose home or scratch folder a file lay in is nobody's business.
+    """
+    option, _, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
+    if not value.startswith(("/", "~", "..")):
+        return argument
+    return f"{option}={Path(value).name}" if option else Path(value).name
+
+
+def public_config(config: TargetConfig) -> dict[str, Any]:
+    """A configuration as JSON, with models that lie in folders by the folders' names."""
+    where = {"target": without_folder(config.target), "drafter": without_folder(config.drafter)}
+    return config.model_dump(mode="json") | where
 
 
 def machine() -> dict[str, Any]:

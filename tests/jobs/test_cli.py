@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import re
@@ -328,6 +329,9 @@ def test_bench_writes_rows_summary_tables_and_provenance(
     assert "| ddtree | 8 | all |" in (tmp_path / "summary.md").read_text()
     run = json.loads((tmp_path / "run.json").read_text())
     assert {"settings", "machine", "versions", "commit", "command"} <= run.keys()
+    sha256 = hashlib.sha256((project / "prompts.jsonl").read_bytes()).hexdigest()
+    assert run["settings"]["prompt_file"] == {"name": "prompts.jsonl", "sha256": sha256}
+    assert str(project) not in json.dumps(run)
     assert re.search(r"^ddtree +8 ", capsys.readouterr().out, re.MULTILINE)
 
 

@@ -14,8 +14,12 @@ def test_provenance_is_json_and_says_where_and_with_what() -> None:
 
 
 def test_the_command_does_not_tell_private_folders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["/home/me/bin/graft", "bench", "--prompts", "/home/me/p.jsonl", "--out", "runs/x"])
-    assert provenance.provenance()["command"] == ["graft", "bench", "--prompts", "p.jsonl", "--out", "runs/x"]
+    given = ["/home/me/bin/graft", "bench", "--prompts", "../me/p.jsonl", "--config=/home/me/x.yaml", "--out", "runs/x"]
+    shown = ["graft", "bench", "--prompts", "p.jsonl", "--config=x.yaml", "--out", "runs/x"]
+    monkeypatch.setattr("sys.argv", given)
+    assert provenance.provenance()["command"] == shown
+    for argument, told in (("~/p.jsonl", "p.jsonl"), ("--top-p=0.9", "--top-p=0.9"), ("z-lab/x", "z-lab/x")):
+        assert provenance.without_folder(argument) == told
 
 
 def test_outside_of_a_checkout_there_is_no_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
