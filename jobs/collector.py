@@ -8,6 +8,7 @@ from every worker every few seconds.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,9 @@ from storage.trajectories import FileInfo
 
 FATAL_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """After one of these the process's device context is not to be trusted: the worker has to start again."""
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+"""After one of these no other unit can be written either."""
 
 
 class Decoder(Protocol):
@@ -219,7 +223,8 @@ class Collector:
         try:
             files = () if self.write is None else tuple(self.write(unit.unit, records, rounds))
         except Exception as error:  # whatever it is, it belongs to this unit, which is no longer in hand
-            self._failed.append(FailedUnit(unit.unit.unit_id, f"{type(error).__name__}: {error}"))
+            is_disk_full = isinstance(error, OSError) and error.errno in DISK_ERRORS
+            self._failed.append(FailedUnit(unit.unit.unit_id, f"{type(error).__name__}: {error}", is_disk_full))
             return
         self._finished.append(FinishedUnit(unit.unit.unit_id, files, _tally(records, rounds, files)))
 

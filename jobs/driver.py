@@ -8,7 +8,8 @@ rules it owns:
 * Only this loop commits, in batches. A unit counts once it is committed, whatever happened before.
 * A unit that was in hand when a worker was lost is a suspect: it is tried again alone, so that what kills the next
   worker is known. After `max_attempts` it is set aside and the run ends as partial.
-* When the first units all fail with the same error the run stops: the fault is the run's, not theirs.
+* When the first units all fail with the same error the run stops: the fault is the run's, not theirs. So it does when
+  the store cannot be written any more, with everything committed that still can be.
 * Asked to stop, it commits what is finished and leaves the rest for the next run.
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from graft_dist.errors import StoreError
 from jobs.units import Unit
 from jobs.work import Assignment, FinishedUnit, Report, Tally, WorkerLost
 from storage.trajectories import FileInfo, StoreFencedError
@@ -55,7 +57,8 @@ class CommitLog(Protocol):
     def commit(self, files: Sequence[FileInfo]) -> object:
         """Make `files` visible, all or none.
 
-        Raises `StoreFencedError` when another driver of this run has committed.
+        Raises `StoreFencedError` when another driver of this run has committed, `StoreError` when the store cannot
+        take them.
         """
         ...
 
@@ -194,6 +197,7 @@ class Driver:
         self._pending_since = 0.0
         self._set_aside: list[SetAside] = []
         self._num_committed = self._num_lost = self._losses_in_a_row = 0
+        self._disk_error: str | None = None
         self._first_errors: dict[str, set[str]] = {}  # error -> units, until something succeeds
         self._seen = self._finished = self._committed = Tally()
         self._num_done = 0
@@ -209,6 +213,8 @@ class Driver:
             self._commit()
         except StoreFencedError as error:
             ending, message = Ending.FENCED, str(error)
+        except StoreError as error:
+            ending, message = Ending.PARTIAL, str(error)
         if ending is Ending.COMPLETE and self._set_aside:
             ending = Ending.PARTIAL
         left = len(self._trials) - self._num_committed - len(self._set_aside)
@@ -232,6 +238,8 @@ class Driver:
                 self._start(worker)
             for worker, answer in self.pool.wait(self.settings.poll_s):
                 self._take(worker, answer)
+            if self._disk_error is not None:
+                return Ending.PARTIAL, f"the store cannot be written any more ({self._disk_error})"
             reason = self._hopeless()
             if reason is not None:
                 return Ending.FAILED_ALIKE, reason
@@ -282,7 +290,9 @@ class Driver:
         for finished in answer.finished:
             self._finish(worker, finished)
         for failed in answer.failed:
-            if self._release(worker, failed.unit_id):
+            if failed.is_disk_full:
+                self._disk_error = failed.error
+            elif self._release(worker, failed.unit_id):
                 self._first_errors.setdefault(failed.error, set()).add(failed.unit_id)
                 self._fail(failed.unit_id, failed.error)
         for unit_id in answer.unknown:

@@ -1,7 +1,8 @@
 """RayPool: the driver's workers as Ray actors, with their restarts, their timeouts and nothing else.
 
 An actor is restarted by Ray as often as it takes, but none of its calls ever is: a call that was lost is reported as
-such. After a loss the actor is asked to load again, with a pause in between; once that works it reports for work.
+such. After a loss the actor is asked to load again, with a pause in between; once that works it reports for work. At
+the start of a run nothing is repeated that the actor itself refused or failed in: it would fail again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class PoolSettings:
     call_timeout_s: float = 600.0  # a slice takes seconds; an actor silent for this long is killed
     pause_s: float = 1.0  # after a loss, doubled with each further one in a row
     max_losses: int = 8  # in a row, without ever loading: the actor is given up
+    max_start_losses: int = 3  # the same at the start of a run, which then ends
 
 
 @dataclass
@@ -54,6 +56,8 @@ class RayPool:
             num_cpus=settings.num_cpus, num_gpus=settings.num_gpus, max_restarts=-1, max_task_retries=0
         )(CollectActor)
         self._workers = [_Worker(self._remote.remote(self._plan)) for _ in range(settings.num_actors)]
+        self._is_started = False
+        self._last_loss = ""
 
     @property
     def num_workers(self) -> int:
@@ -61,6 +65,7 @@ class RayPool:
 
     def start(self) -> list[WorkerInfo]:
         """Wait until every actor has loaded its models. Raises the `GraftError` that an actor met, or `ConfigError`."""
+        most = self._settings.max_start_losses
         deadline = time.monotonic() + self._settings.start_timeout_s
         while any(worker.info is None for worker in self._workers):
             if time.monotonic() > deadline:
@@ -70,6 +75,12 @@ class RayPool:
                     f"free in the cluster: {_short(ray.available_resources())}"
                 )
             self.wait(1.0)
+            if any(worker.num_losses >= most for worker in self._workers):
+                raise ConfigError(
+                    f"an actor was lost {most} times while loading its models ({self._last_loss}); it may need more "
+                    "memory than there is"
+                )
+        self._is_started = True
         return [worker.info for worker in self._workers if worker.info is not None]
 
     def call(self, worker: int, held: Sequence[str], new: Assignment | None, has_more: bool) -> None:
@@ -111,7 +122,9 @@ class RayPool:
                 worker.load_at, worker.is_loading = None, True
                 worker.call, worker.called_at = worker.actor.load.remote(), now
         if all(worker.num_losses > self._settings.max_losses for worker in self._workers):
-            raise NoWorkersLeft(f"every actor was lost {self._settings.max_losses} times in a row while loading")
+            raise NoWorkersLeft(
+                f"every actor was lost {self._settings.max_losses} times in a row while loading ({self._last_loss})"
+            )
 
     def _kill_silent(self) -> None:
         for worker in self._workers:
@@ -128,17 +141,20 @@ class RayPool:
         try:
             answer = ray.get(call)
         except RayTaskError as error:
-            if was_loading and isinstance(error.cause, GraftError):
-                raise error.cause from None
+            reason = f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())}"
+            if was_loading and not self._is_started:
+                if isinstance(error.cause, GraftError):
+                    raise error.cause from None
+                raise ConfigError(f"an actor could not load its models ({reason})") from None
             ray.kill(worker.actor, no_restart=False)  # it failed outside its units: start it afresh
-            return self._lose(worker, f"{type(error.cause).__name__}: {error.cause}", was_loading)
+            return self._lose(worker, reason, was_loading)
         except RayError as error:
             if isinstance(error, ActorDiedError):  # for good, such as with its node's removal
                 worker.actor = self._remote.remote(self._plan)
             return self._lose(worker, type(error).__name__, was_loading)
         worker.num_losses = 0
         if isinstance(answer, WorkerInfo):
-            self._check_same(worker, answer)
+            self._check_same(answer)
             worker.info = answer
             return Report()
         assert isinstance(answer, Report)
@@ -146,18 +162,20 @@ class RayPool:
 
     def _lose(self, worker: _Worker, reason: str, was_loading: bool) -> WorkerLost | None:
         worker.num_losses += 1
+        self._last_loss = reason
         if worker.num_losses <= self._settings.max_losses:
             worker.load_at = time.monotonic() + self._settings.pause_s * 2 ** min(worker.num_losses - 1, 5)
         return None if was_loading else WorkerLost(reason)
 
-    def _check_same(self, worker: _Worker, info: WorkerInfo) -> None:
+    def _check_same(self, info: WorkerInfo) -> None:
         """All actors must have loaded the same models, or the run's identity would be a lie."""
         for other in self._workers:
             if other.info is not None and other.info.models != info.models:
-                raise ConfigError(
+                reason = (
                     f"two actors loaded different models: {other.info.models} on {other.info.host}, "
                     f"{info.models} on {info.host}; pin the revisions and the dtype in the configuration"
                 )
+                raise NoWorkersLeft(reason) if self._is_started else ConfigError(reason)
 
 
 def _short(resources: dict[str, float]) -> str:

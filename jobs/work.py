@@ -52,6 +52,7 @@ class FailedUnit:
 
     unit_id: str
     error: str
+    is_disk_full: bool = False  # or read-only: no unit can be written any more
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TURN = "graft-dist/turn"  # application id of the counter that makes commits of different runs take turns
 _MAX_COMMIT_TRIES = 20
+_STEP = re.compile(r"\s*(?:\x1b\[\d*m)*↳(?:\x1b\[\d*m)*\s*")
 _TABLE_PROPERTIES = {
     "delta.checkpointInterval": "50",  # a log without checkpoints is read commit by commit
     "delta.logRetentionDuration": "interval 365 days",  # a table version names a data set: keep it readable
@@ -206,10 +208,15 @@ class TrajectoryStore:
         """Create or upgrade the tables. `begin` does so too; this is for finding out early whether it can be done.
 
         Raises:
-            StoreError: if no store can be made here, or it was written by a newer version.
+            StoreError: if no store can be made or written here, or it was written by a newer version.
         """
         for table in self._schemas:
             self._create_or_upgrade(table)
+        with _told_apart(f"writing to {self.path}"):
+            aside = self.path / "_tmp"
+            aside.mkdir(exist_ok=True)
+            with tempfile.TemporaryFile(dir=aside) as file:
+                file.write(b"graft")
 
     def begin(self, run_id: str, target: str, dataset: Mapping[str, str]) -> int:
         """Prepare the store for a run's commits: create or upgrade its tables, and check that the run belongs here.
@@ -243,8 +250,8 @@ class TrajectoryStore:
 
         Raises:
             StoreFencedError: if another driver of this run has committed with this `seq` or a later one.
-            StoreError: if a file is missing, differs from its description, or does not fit the table; nothing is
-                committed then.
+            StoreError: if a file is missing, differs from its description, does not fit the table, or the log cannot
+                be written; nothing is visible then, and the same files can be committed once that is mended.
         """
         units = _whole_units(files)
         log = self._log("sequences")
@@ -295,6 +302,8 @@ class TrajectoryStore:
             except CommitFailedError as error:
                 lost = error
                 continue
+            except (DeltaError, OSError) as error:
+                raise StoreError(f"{self.path / table} cannot be written: {_one_line(error)}.") from error
             return files
         raise StoreError(f"{self.path / table}: commit given up after {_MAX_COMMIT_TRIES} tries: {lost}") from lost
 
@@ -356,8 +365,7 @@ class TrajectoryStore:
             )
         except (DeltaError, OSError) as error:
             if not DeltaTable.is_deltatable(str(self.path / table)):  # else another driver was faster
-                reason = " ".join(str(error).split())
-                raise StoreError(f"no trajectory store can be made at {self.path}: {reason}.") from error
+                raise StoreError(f"no trajectory store can be made at {self.path}: {_one_line(error)}.") from error
 
     def _register(self, target: str, dataset: dict[str, str]) -> None:
         key = f"graft.dataset.{target}"
@@ -370,6 +378,8 @@ class TrajectoryStore:
                 log.alter.set_table_properties({key: json.dumps(dataset, sort_keys=True)}, raise_if_not_exists=False)
             except CommitFailedError:
                 continue
+            except (DeltaError, OSError) as error:
+                raise StoreError(f"{self.path} cannot be written: {_one_line(error)}.") from error
             return
         else:
             raise StoreError(f"{self.path} could not register target {target!r}: others committed first.")
@@ -522,6 +532,13 @@ def _told_apart(what: str) -> Iterator[None]:
         yield
     except CommitFailedError as error:
         raise StoreError(f"{what} met another commit and changed nothing: run it again ({error}).") from error
+    except (DeltaError, OSError) as error:
+        raise StoreError(f"{what} failed: {_one_line(error)}.") from error
+
+
+def _one_line(error: Exception) -> str:
+    """An error's text for people; the log's library colours its own and breaks it into steps."""
+    return " ".join(_STEP.sub(": ", str(error)).split())
 
 
 def _check_name(what: str, name: str) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from graft_dist.errors import StoreError
 from jobs.driver import NoWorkersLeft
 from jobs.units import Unit, WorkItem
 from jobs.work import Assignment, FailedUnit, FinishedUnit, Report, Tally, WorkerLost
@@ -74,7 +75,7 @@ class FakePool:
             return
         for unit_id in list(hand):
             if fates[unit_id].startswith("error"):
-                failed.append(FailedUnit(unit_id, fates[unit_id]))
+                failed.append(FailedUnit(unit_id, fates[unit_id], is_disk_full="disk full" in fates[unit_id]))
                 del hand[unit_id]
                 continue
             hand[unit_id] -= 1
@@ -100,14 +101,17 @@ class FakePool:
 
 @dataclass
 class FakeLog:
-    """Keeps what was committed; `fence_at` is the commit that finds another driver's."""
+    """Keeps what was committed; `fence_at` is the commit that finds another driver's, `fail_at` one that cannot be."""
 
     fence_at: int | None = None
+    fail_at: int | None = None
     batches: list[list[str]] = field(default_factory=list)
 
     def commit(self, files: Sequence[FileInfo]) -> None:
         if self.fence_at == len(self.batches):
             raise StoreFencedError("another driver has committed")
+        if self.fail_at == len(self.batches):
+            raise StoreError("the log cannot be written")
         self.batches.append([file.unit_id for file in files])
 
     @property

@@ -18,8 +18,9 @@ from graft_dist.sampling import SamplingParams
 from jobs import collect
 from jobs.cluster import Cluster, check_fits, job_id
 from jobs.collect_actor import ActorPlan, load_collector
-from jobs.collection import CollectRequest, run
+from jobs.collection import CollectRequest, StopSignal, run
 from jobs.decode_spec import DecodeSpec
+from jobs.driver import Ending
 from jobs.estimate import check_room, estimate
 from jobs.quickstart import follow
 from jobs.units import plan
@@ -186,6 +187,25 @@ def test_signals_are_given_back_after_a_run(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="the cluster has 0"):
         run(request)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"), [(signal.SIGINT, Ending.INTERRUPTED), (signal.SIGTERM, Ending.TERMINATED)]
+)
+def test_the_first_signal_asks_and_the_second_ends_the_process(number: signal.Signals, ending: Ending) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = StopSignal()
+        with pytest.raises(SystemExit, match=str(ending.value)):
+            signal.raise_signal(number)  # while it loads there is nothing to finish
+        stop.start_waiting()
+        signal.raise_signal(number)
+        assert stop.ending() is ending
+        with pytest.raises(SystemExit, match=str(ending.value)):
+            signal.raise_signal(number)
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
 
 
 def test_a_store_that_cannot_be_made_is_refused_before_an_actor_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

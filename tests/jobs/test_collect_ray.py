@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 import threading
@@ -287,6 +288,19 @@ print("fits", flush=True)"""
         node.terminate()
         node.wait(60)
     assert "fits" in output
+
+
+def test_models_that_cannot_be_loaded_are_said_once(bench: Bench) -> None:
+    config = json.loads(bench.config.read_text())
+    target = shutil.copytree(config["target"], bench.folder / "broken-target")
+    weights = target / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    broken = bench.folder / "broken.yaml"
+    broken.write_text(json.dumps(config | {"target": str(target)}))
+    code, output = bench.run("broken", "--config", str(broken))
+    assert code == 2
+    assert output.count("broken-target' cannot be loaded") == 1
+    assert "Traceback" not in output
 
 
 def test_ray_job_submit_runs_the_same_command(bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]]) -> None:

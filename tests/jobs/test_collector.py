@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -184,6 +186,13 @@ def test_a_unit_that_cannot_be_written_fails_alone_and_says_why(
     shelf.fault = None
     run_all(collector, [unit("b", 3)])
     assert set(shelf.units) == {"b"}
+
+
+@pytest.mark.parametrize(("number", "is_full"), [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EIO, False)])
+def test_a_full_or_read_only_disk_is_told_apart(collector: Collector, shelf: Shelf, number: int, is_full: bool) -> None:
+    shelf.fault = OSError(number, os.strerror(number))
+    report = collector.work([], unit("a", 3), has_more=False)
+    assert [failed.is_disk_full for failed in report.failed] == [is_full]
 
 
 def test_units_that_a_restart_has_lost_are_reported_as_unknown(collector: Collector) -> None:

@@ -92,7 +92,7 @@ def test_a_worker_gets_on_with_its_unit_while_suspects_wait() -> None:
     # u0 fails (say, in writing) while u1 is still being decoded and the queue is empty: u0 is for an empty hand only.
     def fate(unit_id: str, attempt: int) -> str:
         is_last_call = len(pool.calls) == 2
-        return "error: disk full" if (unit_id, attempt) == ("u0", 1) and is_last_call else "ok"
+        return "error: hiccup" if (unit_id, attempt) == ("u0", 1) and is_last_call else "ok"
 
     pool, log = FakePool(1, fate=fate, calls_per_unit=3), FakeLog()
     too_long = iter(range(100))
@@ -177,6 +177,23 @@ def test_a_fenced_driver_stops_and_commits_nothing_more() -> None:
     assert result.ending is Ending.FENCED
     assert log.batches == [["u0", "u1"]]
     assert result.committed.num_sequences == 4
+
+
+def test_a_full_disk_ends_the_run_with_what_is_finished_committed() -> None:
+    pool, log = FakePool(1, lambda unit_id, attempt: "error: disk full" if unit_id == "u2" else "ok"), FakeLog()
+    result = Driver(pool, log, make_units(6)).run()
+    assert (result.ending, log.units) == (Ending.PARTIAL, ["u0", "u1"])
+    assert (result.num_units_left, result.set_aside) == (4, ())
+    assert result.message == "the store cannot be written any more (error: disk full)"
+    assert pool.attempts["u2"] == 1
+
+
+def test_a_log_that_cannot_be_written_ends_the_run() -> None:
+    pool, log = FakePool(1), FakeLog(fail_at=1)
+    result = Driver(pool, log, make_units(6), DriverSettings(commit_units=2)).run()
+    assert (result.ending, log.units) == (Ending.PARTIAL, ["u0", "u1"])
+    assert (result.num_units_committed, result.num_units_left) == (2, 4)
+    assert result.message == "the log cannot be written"
 
 
 def test_failpoints_come_before_and_after_each_commit() -> None:

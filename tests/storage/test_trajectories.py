@@ -1,8 +1,11 @@
 """Whole units only, once each, whatever is killed when. A crash is a step that is not taken: nothing runs at exit."""
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import os
+import resource
 import threading
 
 import numpy as np
@@ -373,6 +376,44 @@ def test_a_place_where_nothing_can_be_made_is_named(tmp_path):
     with pytest.raises(StoreError, match=r"no trajectory store can be made at .*/file/store") as caught:
         TrajectoryStore(tmp_path / "file" / "store").begin("run", "tiny", DATASET)
     assert "\n" not in str(caught.value)
+
+
+def test_a_store_that_nothing_can_be_written_to_is_named(store):
+    (store.path / "_tmp").rmdir()
+    (store.path / "_tmp").write_text("in the way")
+    with pytest.raises(StoreError, match=r"writing to .* failed: ") as caught:
+        TrajectoryStore(store.path).prepare()
+    assert "\n" not in str(caught.value)
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Every file of this process that would get longer than nothing: EFBIG, as close as it gets without a real one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_on_a_full_disk_nothing_is_committed_and_nothing_is_lost(store):
+    turn = store.begin("run", "tiny", DATASET)
+    files = write_unit(store, "u1", "a1")
+    with full_disk():
+        with pytest.raises(OSError, match="File too large") as caught:
+            write_unit(store, "u2", "a1")
+        assert caught.value.errno == errno.EFBIG
+        with pytest.raises(StoreError, match=r"rounds (cannot be written|.*given up)") as refused:
+            store.commit(files, "run", turn)
+        with pytest.raises(StoreError, match="writing to"):
+            store.prepare()
+        with pytest.raises(StoreError, match=r"no trajectory store can be made at .*: File too large"):
+            TrajectoryStore(store.path.parent / "other").begin("run", "tiny", DATASET)
+    assert str(refused.value).isascii() and "\n" not in str(refused.value)
+    assert store.committed_units() == set()
+    assert list((store.path / "_tmp").iterdir()) == []
+    assert store.commit(files, "run", turn).committed == ("u1",)
 
 
 def test_drivers_that_begin_at_once_find_one_store(tmp_path):
