@@ -15,6 +15,7 @@ Letters: S rounds, D draft depth, K candidates, H hidden size, B largest budget,
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -145,13 +146,21 @@ def replay(
 ) -> ReplayReport:
     """Replay every round once with trees of `max_budget` nodes, and read off what each policy gets of them.
 
-    Trees are nested, so the tree of a smaller budget is the first nodes of the one that is built.
+    Trees are nested, so the tree of a smaller budget is the first nodes of the one that is built. Policies that
+    remember past rounds do so for decoded and dense rounds apart, each starting from the policy as it was given.
     """
     totals = _Totals(None if cost is None else cost.table(max_budget))
+    remembering: dict[str, list[BudgetPolicy]] = {}  # by kind of rounds
     for rounds in batches:
         walk = walk_rounds(rounds, scorer, max_budget, max_depth)
         groups, members = _memberships(rounds.groups)
-        choices = choose_budgets(rounds, walk, policies.values(), max_budget)
+        kinds = np.array([kind for kind, _ in rounds.groups])
+        choices = np.zeros((len(policies), len(rounds)), np.int64)
+        for kind in dict.fromkeys(kinds.tolist()):
+            own = remembering.setdefault(kind, [copy.deepcopy(policy) for policy in policies.values()])
+            rows = np.flatnonzero(kinds == kind)
+            for at, budgets in enumerate(choose_budgets(rounds, walk, own, max_budget, rows)):
+                choices[at, rows] = budgets
         for name, budgets in zip(policies, choices, strict=True):
             totals.add_policy(name, groups, members, budgets, outcomes(rounds, walk, budgets))
         totals.add_oracle(groups, members, walk.path_nodes, rounds.num_left)
@@ -195,26 +204,37 @@ def _find_followed(
 
 
 def choose_budgets(
-    rounds: RecordedRounds, walk: Walk, policies: Iterable[BudgetPolicy], max_budget: int
+    rounds: RecordedRounds,
+    walk: Walk,
+    policies: Iterable[BudgetPolicy],
+    max_budget: int,
+    rows: Int64Array | None = None,
 ) -> list[Int64Array]:
-    """Ask each policy for the budgets [S] of all rounds, as the engine does: a limit first, then the tree is shown.
+    """Ask each policy for the budgets of the rounds `rows` (all: None), as the engine does: a limit, then the tree.
 
     `hist` is the recorded one (0 in dense rounds), whatever the policy would have accepted before.
     """
+    asked = range(len(rounds)) if rows is None else rows.tolist()
     trees = [walk.trees.tree(slot) for slot in range(len(rounds))]
     room = np.where(walk.depth_limits > 0, max_budget, 0).tolist()
     undrafted = [0.0] * len(rounds)
     before = _states(rounds, undrafted, undrafted, room)
     after = _states(rounds, rounds.conf.tolist(), rounds.degen.tolist(), room)
-    return [_ask(policy, trees, before, after) for policy in policies]
+    return [_ask(policy, asked, trees, before, after) for policy in policies]
 
 
-def _ask(policy: BudgetPolicy, trees: list[DraftTree], before: list[DraftState], after: list[DraftState]) -> Int64Array:
+def _ask(
+    policy: BudgetPolicy,
+    rows: Sequence[int],
+    trees: list[DraftTree],
+    before: list[DraftState],
+    after: list[DraftState],
+) -> Int64Array:
     """Each round by itself: what stands together here never shared a batch."""
-    budgets = np.zeros(len(trees), np.int64)
-    for at, tree in enumerate(trees):
-        limit = policy.limits(before[at : at + 1])[0]
-        budgets[at] = policy.choose([tree.take(limit)], after[at : at + 1])[0]
+    budgets = np.zeros(len(rows), np.int64)
+    for at, row in enumerate(rows):
+        limit = policy.limits(before[row : row + 1])[0]
+        budgets[at] = policy.choose([trees[row].take(limit)], after[row : row + 1])[0]
     return budgets
 
 

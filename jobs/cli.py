@@ -391,10 +391,13 @@ def bench_serve(
 @app.command()
 def replay(
     store: Store,
-    scorer: Annotated[str, typer.Option(help="What scores edges: marginal.")] = "marginal",
-    policy: Annotated[
-        str, typer.Option(help="What chooses budgets: fixed (one policy for each of --budgets).")
-    ] = "fixed",
+    method: Annotated[
+        str, typer.Option(help="Whose trees: ddtree, the drafter's own; or graft, a learned policy's.")
+    ] = "ddtree",
+    policy: Policy = None,
+    config: Annotated[
+        str | None, typer.Option(help="The target, whose token embeddings a learned policy's edge scorer reads.")
+    ] = None,
     budgets: Annotated[str, typer.Option(help="Comma-separated numbers of draft nodes per round.")] = "4,8,16,32,64",
     target: Annotated[str | None, typer.Option(help="Only rounds of this target, by its name in the store.")] = None,
     task: Annotated[str | None, typer.Option(help="Only rounds of this task.")] = None,
@@ -407,13 +410,18 @@ def replay(
     ] = None,
     format: Annotated[ReplayFormat, typer.Option(help="How to print the report.")] = ReplayFormat.table,
 ) -> None:
-    """Work out, without a model, what other budgets would have made of recorded rounds."""
+    """Work out, without decoding, what other budgets and scores would have made of recorded rounds."""
+    from jobs.policy_option import read_policy
     from jobs.replay_command import ReplayRequest, run_replay
 
+    settings = None if config is None else load_config(config)
+    if policy is not None and method != "graft":
+        raise PolicyError(f"--policy is for --method graft, not for {method!r}")
     request = ReplayRequest(
         store=store,
-        scorer=scorer,
-        policy=policy,
+        method=method,
+        learned=read_policy(policy, method, settings) if method == "graft" else None,
+        config=settings,
         budgets=_budgets(budgets, []),
         target=target,
         task=task,

@@ -32,17 +32,25 @@ def read_learned(policy: str | None, cost: Path | None, methods: Sequence[str], 
         PolicyError: one sentence, for a policy or file that is missing or broken.
     """
     curve = None if cost is None else read_cost_curve(cost)
-    if policy is not None:
-        return Learned(GraftPolicy.load(policy_folder(policy)), curve)
     asked = [method for method in methods if method in LEARNED_METHODS]
-    if not asked:
+    if policy is None and not asked:
         return Learned(None, curve)
-    folder = shipped_policy(config.slug)
+    return Learned(read_policy(policy, asked[0] if asked else "graft", config), curve)
+
+
+def read_policy(policy: str | None, method: str, config: TargetConfig | None) -> GraftPolicy:
+    """Read the policy that `--policy` names, or the one that ships for the target.
+
+    Raises:
+        PolicyError: there is none, or it is broken.
+    """
+    if policy is not None:
+        return GraftPolicy.load(policy_folder(policy))
+    folder = None if config is None else shipped_policy(config.slug)
     if folder is None:
-        raise PolicyError(
-            f"method {asked[0]!r} needs a learned policy, and none ships for {config.target}: give --policy FOLDER"
-        )
-    return Learned(GraftPolicy.load(folder), curve)
+        known = "and no target is named" if config is None else f"and none ships for {config.target}"
+        raise PolicyError(f"method {method!r} needs a learned policy, {known}: give --policy FOLDER")
+    return GraftPolicy.load(folder)
 
 
 def policy_folder(policy: str) -> Path:

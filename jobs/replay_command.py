@@ -8,13 +8,18 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import duckdb
+import torch
 
-from graft_dist.budget import FixedBudget
+from graft_dist.budget import BudgetPolicy, FixedBudget
+from graft_dist.config import TargetConfig
 from graft_dist.cost_curve import CostCurve, fit_cost_curve, read_cost_curve
+from graft_dist.decoder import load_target
 from graft_dist.edge_scorer import EdgeScorer, MarginalScorer
 from graft_dist.errors import PolicyError, PromptError, StoreError
+from graft_dist.policy import GraftPolicy, caddtree
 from graft_dist.prompts import BadPrompt, Prompt, is_held_out
 from graft_dist.replay import LOST, OracleRow, ReplayReport, ReplayRow, replay
 from jobs.out_file import to_json
@@ -28,8 +33,8 @@ from storage.recorded_rounds import (
     recorded_timings,
 )
 
-SCORERS = ("marginal",)
-POLICIES = ("fixed",)
+METHODS = ("ddtree", "graft")
+"""Whose trees are replayed: under the drafter's own probabilities, or under a learned policy's edge scores."""
 
 _HEADER = (
     f"{'kind':<9}{'task':<12}{'policy':<10}{'rounds':>9}{'MAT':>7}{'budget':>8}{'mismatch':>10}{'tokens/s':>10}"
@@ -42,8 +47,9 @@ class ReplayRequest:
     """What to replay, and how."""
 
     store: str
-    scorer: str
-    policy: str
+    method: str
+    learned: GraftPolicy | None  # needed by "graft"
+    config: TargetConfig | None  # whose token embeddings a learned edge scorer reads
     budgets: list[int]
     target: str | None
     task: str | None
@@ -51,33 +57,76 @@ class ReplayRequest:
     is_held_out_only: bool
     cost: Path | None
 
+    @property
+    def max_budget(self) -> int:
+        """Nodes of the trees that are built."""
+        return max(*self.budgets, 0 if self.learned is None else self.learned.max_budget)
+
 
 def run_replay(request: ReplayRequest, format: str) -> int:
     """Replay and print; returns the exit code."""
-    scorer = _scorer(request.scorer)
-    if request.policy not in POLICIES:
-        raise PolicyError(f"unknown policy {request.policy!r}: choose one of {', '.join(POLICIES)}")
-    policies = {"plain": FixedBudget(0)} | {f"fixed-{budget}": FixedBudget(budget) for budget in request.budgets}
     selection = Selection(request.target, request.task, _prompt_ids(request))
     store = TrajectoryStore(request.store)
     if not store.exists:
         raise StoreError(f"there is no trajectory store at {store.path}: a collect job creates one when it starts.")
     with closing(connect(request.store)) as connection:
-        _warn_of_several_drafters(check_one_source(connection, selection))
-        cost = _cost_curve(request.cost, connection, selection)
+        drafters = check_one_source(connection, selection)
+        _warn_of_several_drafters(drafters)
+        cost = _cost_curve(request, connection, selection)
         skipped = count_skipped(connection, selection)
-        rounds = recorded_rounds(connection, selection)
-        report = replay(rounds, scorer, policies, max_budget=max(request.budgets), cost=cost)
+        scorer = _scorer(request, drafters)
+        rounds = recorded_rounds(connection, selection, with_hidden=scorer.needs_hidden)
+        report = replay(rounds, scorer, _policies(request, cost), max_budget=request.max_budget, cost=cost)
     if not report.rows:
         raise StoreError(f"no recorded round to replay: {_skipped_text(skipped)}.")
     print(_as_json(request, cost, skipped, report) if format == "json" else _as_table(cost, skipped, report))
     return 0
 
 
-def _scorer(name: str) -> EdgeScorer:
-    if name not in SCORERS:
-        raise PolicyError(f"unknown scorer {name!r}: choose one of {', '.join(SCORERS)}")
-    return MarginalScorer()
+def _policies(request: ReplayRequest, cost: CostCurve | None) -> dict[str, BudgetPolicy]:
+    """Fixed budgets, and where costs are known the method that weighs them; what remembers starts afresh."""
+    policies: dict[str, BudgetPolicy] = {"plain": FixedBudget(0)}
+    policies |= {f"fixed-{budget}": FixedBudget(budget) for budget in request.budgets}
+    if request.learned is not None:
+        if request.learned.kind == "fixed" or cost is not None:
+            policies["graft"] = request.learned.budget_policy(cost)
+    elif cost is not None:
+        policies["caddtree"] = caddtree(cost, request.max_budget).budget
+    return policies
+
+
+class _RecordedScorer:
+    """A learned policy's edge scorer over recorded rounds, whose hidden states may be projected to several sizes."""
+
+    def __init__(self, policy: GraftPolicy, embeddings: torch.Tensor) -> None:
+        self._policy, self._embeddings = policy, embeddings
+        self._scorers: dict[int, EdgeScorer] = {}
+        self.needs_hidden = policy.tdes is not None and policy.tdes.config.gate_rank > 0
+
+    def score(self, root_tokens: Any, candidate_ids: Any, log_probs: Any, hidden: torch.Tensor | None = None) -> Any:
+        """See `EdgeScorer.score`."""
+        size = 0 if hidden is None else hidden.shape[2]
+        if size not in self._scorers:
+            self._scorers[size] = self._policy.replay_scorer(self._embeddings, size)
+        return self._scorers[size].score(root_tokens, candidate_ids, log_probs, hidden)
+
+
+def _scorer(request: ReplayRequest, drafters: Sequence[str]) -> EdgeScorer:
+    if request.method not in METHODS:
+        raise PolicyError(f"unknown method {request.method!r} of a replay: choose one of {', '.join(METHODS)}")
+    policy = request.learned
+    if policy is None:
+        return MarginalScorer()
+    others = [drafter for drafter in drafters if drafter != policy.drafter_fingerprint]
+    if others:
+        policy.check(policy.target_fingerprint, others[0])
+    if policy.tdes is None:
+        return MarginalScorer()
+    if request.config is None:
+        raise PolicyError("the policy's edge scorer reads the target's token embeddings: give --config")
+    target = load_target(request.config)
+    policy.check(target.fingerprint, policy.drafter_fingerprint)
+    return _RecordedScorer(policy, target.embedding_weight)
 
 
 def _prompt_ids(request: ReplayRequest) -> list[str] | None:
@@ -99,13 +148,19 @@ def _warn_of_several_drafters(drafters: Sequence[str]) -> None:
         print(f"graft: the rounds come from {len(drafters)} different drafters, averaged together", file=sys.stderr)
 
 
-def _cost_curve(file: Path | None, connection: duckdb.DuckDBPyConnection, selection: Selection) -> CostCurve | None:
-    if file is not None:
-        return read_cost_curve(file)
+def _cost_curve(
+    request: ReplayRequest, connection: duckdb.DuckDBPyConnection, selection: Selection
+) -> CostCurve | None:
+    """The file's, else what the rounds themselves took, else the policy's own where it knows one hardware only."""
+    if request.cost is not None:
+        return read_cost_curve(request.cost)
     found = recorded_timings(connection, selection)
-    if found is None:
-        return None
-    return fit_cost_curve(found.timings, f"{found.hardware}, {found.batch_size} sequences at once")
+    curve = None
+    if found is not None:
+        curve = fit_cost_curve(found.timings, f"{found.hardware}, {found.batch_size} sequences at once")
+    if curve is None and request.learned is not None and len(request.learned.cost_curves) == 1:
+        curve = next(iter(request.learned.cost_curves.values()))
+    return curve
 
 
 def _skipped_text(skipped: Skipped) -> str:
@@ -118,8 +173,8 @@ def _skipped_text(skipped: Skipped) -> str:
 def _as_json(request: ReplayRequest, cost: CostCurve | None, skipped: Skipped, report: ReplayReport) -> str:
     value = {
         "store": request.store,
-        "scorer": request.scorer,
-        "policy": request.policy,
+        "method": request.method,
+        "policy_fingerprint": None if request.learned is None else request.learned.fingerprint,
         "cost": None if cost is None else asdict(cost),
         "skipped": asdict(skipped),
         **asdict(report),

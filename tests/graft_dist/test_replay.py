@@ -180,6 +180,33 @@ def test_batches_add_up() -> None:
     assert sum(row.num_rounds for row in by_task) == 60
 
 
+class CountingBudget:
+    """Verifies as many nodes as it has been asked before."""
+
+    needs_state = False
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def limits(self, states: Sequence[Any]) -> list[int]:
+        self.num_asked += 1
+        return [self.num_asked - 1]
+
+    def choose(self, trees: Sequence[DraftTree], states: Sequence[Any]) -> list[int]:
+        return [tree.num_nodes for tree in trees]
+
+
+def test_what_a_policy_remembers_is_kept_apart_by_kind() -> None:
+    kinds = ["decoded", "dense", "dense", "decoded", "dense"]
+    rounds = rounds_of([[6, 7]] * 5, [9] * 5, groups=[(kind, "code") for kind in kinds])
+    given = CountingBudget()
+    report = replay([rounds, rounds], MarginalScorer(), {"counting": given}, max_budget=6)
+    means = {row.kind: row.mean_budget for row in report.rows if row.task == ALL_TASKS}
+    # Budgets 0 1 2 3 for the four decoded rounds, 0 to 5 for the six dense ones.
+    assert means == {"decoded": 1.5, "dense": 2.5}
+    assert given.num_asked == 0, "the policy that was given is as it was"
+
+
 class ConfidentBudget:
     """Drafts for rounds with an odd number only, and then cuts the tree to twice the confidence."""
 

@@ -42,7 +42,7 @@ SURFACE = {
     "--block-requests --max-new-tokens --temperature --seed --slo-ttft --slo-token --timeout --limit --soak "
     "--leave-share --policies --swap-every --sample-every --tolerate-ties --dashboard --app --tracking-uri",
     "query": "--store --format",
-    "replay": "--store --scorer --policy --budgets --target --task --prompts --held-out --cost --format",
+    "replay": "--store --method --policy --config --budgets --target --task --prompts --held-out --cost --format",
     "rollback": "--config --tracking-uri",
     "serve": "--config --host --port --replicas --policy --methods --threads --address --api-keys-file",
     "schedule run": "--config --address --working-dir --state --interval",

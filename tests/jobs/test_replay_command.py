@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from graft_dist.prompts import is_held_out
+from graft_dist.target import Target
 from jobs import cli
+from tests.graft_dist.policies import make_policy, random_network
 from tests.storage.records import commit_replayable
 
 
@@ -50,6 +53,38 @@ def test_the_gain_curve_rates_and_regret(store: Path, capsys: pytest.CaptureFixt
     assert found["skipped"] == {"num_undrafted": 1, "num_cut_off": 1}
 
 
+def test_a_learned_policys_trees_and_budgets(
+    store: Path,
+    tiny_folder: Callable[[str], Path],
+    tiny_llama: Target,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fitting = {"drafter_fingerprint": "d-1", "target_fingerprint": tiny_llama.fingerprint}
+    options = ["--method", "graft", "--policy", str(tmp_path / "policy")]
+    marginal = report(store, capsys)["rows"]
+    policy = make_policy(None, kind="fixed", gain=None, fixed_budget=2, **fitting)
+    policy.save(tmp_path / "policy")
+    found = report(store, capsys, *options)
+    assert found["policy_fingerprint"] == policy.fingerprint and found["method"] == "graft"
+    rows = {(row["kind"], row["task"], row["policy"]): row for row in found["rows"]}
+    assert rows["decoded", "all", "graft"]["mat"] == rows["decoded", "all", "fixed-2"]["mat"] == 1.75
+    # Without a scorer of its own its trees are the drafter's.
+    of_all = [row for row in marginal if row["policy"] not in ("caddtree",)]
+    assert [rows[row["kind"], row["task"], row["policy"]]["mat"] for row in of_all] == [row["mat"] for row in of_all]
+
+    config = {"target": str(tiny_folder("llama")), "drafter": "builtin:smollm2-135m", "dtype": "float32"}
+    (tmp_path / "tiny.yaml").write_text(json.dumps({**config, "device": "cpu"}))
+    options += ["--config", str(tmp_path / "tiny.yaml")]
+    make_policy(random_network(32, depth=2), **fitting).save(tmp_path / "policy")
+    rows = {(row["kind"], row["task"], row["policy"]): row for row in report(store, capsys, *options)["rows"]}
+    assert {policy for _, _, policy in rows} == {"plain", "fixed-1", "fixed-2", "fixed-4", "graft"}
+    network = random_network(32, depth=2, gate_hidden=32)
+    make_policy(network, **fitting).save(tmp_path / "policy")
+    assert cli.run(["replay", "--store", str(store), *options]) == 2
+    assert "these rounds were recorded without any" in capsys.readouterr().err
+
+
 def test_a_cost_file_and_a_task(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cost.json").write_text('{"0": 10, "4": 20}')
     found = report(store, capsys, "--cost", str(tmp_path / "cost.json"), "--task", "chat", "--target", "tiny")
@@ -75,7 +110,8 @@ def test_the_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].split()[:6] == ["kind", "task", "policy", "rounds", "MAT", "budget"]
     rows = [" ".join(line.split()) for line in lines]
     assert rows[2] == "decoded all fixed-4 4 2.00 3.8 0.0% 210.5 1.05 34.2% 25.0% 25.0% 25.0% 0.0% 25.0%"
-    assert rows[3] == "decoded all oracle 4 2.00 1.8 320.0 1.60"
+    assert rows[3].startswith("decoded all caddtree 4 ")
+    assert rows[4] == "decoded all oracle 4 2.00 1.8 320.0 1.60"
     assert lines[-2].startswith("cost: monotone fit of 5 recorded rounds at 2 budgets, plain rounds from 1 (cpu, 1 ")
     assert lines[-1].startswith("left out: 1 rounds were not drafted for, 1 are too close")
     # The chat rounds alone have one budget only.
@@ -86,8 +122,12 @@ def test_the_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--scorer", "pair"], "unknown scorer 'pair'"),
-        (["--policy", "best"], "unknown policy 'best'"),
+        (["--method", "tree"], "unknown method 'tree' of a replay: choose one of ddtree, graft"),
+        (["--method", "graft"], "method 'graft' needs a learned policy, and no target is named"),
+        (["--method", "graft", "--config", "smollm2-135m", "--policy", "{p}"], "{p} holds no policy.json"),
+        (["--method", "graft", "--policy", "{p}/foreign"], "with drafter dddddddddddd, this drafter is d-1"),
+        (["--method", "graft", "--policy", "{p}/scorer"], "reads the target's token embeddings: give --config"),
+        (["--policy", "{p}/scorer"], "--policy is for --method graft"),
         (["--budgets", "0"], "--budgets is '0'"),
         (["--held-out"], "--held-out needs --prompts"),
         (["--prompts", "nowhere.jsonl"], "cannot be read"),
@@ -101,7 +141,9 @@ def test_the_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_are_one_sentence(
     options: list[str], sentence: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    make_policy(None).save(tmp_path / "foreign")
+    make_policy(random_network(32, depth=2), drafter_fingerprint="d-1").save(tmp_path / "scorer")
     assert cli.run(["replay", "--store", str(store), *(option.format(p=tmp_path) for option in options)]) == 2
     shown = capsys.readouterr()
-    assert sentence in shown.err
+    assert sentence.format(p=tmp_path) in shown.err
     assert shown.err.count("\n") == 1 and shown.out == ""
