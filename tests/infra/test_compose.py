@@ -108,6 +108,21 @@ def test_secrets_are_made_once(compose: dict[str, Any], tmp_path: Path) -> None:
     assert all(identity["credentials"][0][key] in before["s3_credentials"] for key in ("accessKey", "secretKey"))
 
 
+def test_commands_know_their_options(compose: dict[str, Any]) -> None:
+    """Of `ray start`, `ray health-check` and `mlflow server`; the other images' programs are not at hand."""
+    from mlflow.cli import server
+    from ray.scripts.scripts import healthcheck, start
+
+    services = compose["services"]
+    commands = [(start, services[name]["command"]) for name in services if name.startswith("ray-")]
+    commands += [(healthcheck, " ".join(services["ray-worker"]["healthcheck"]["test"]))]
+    commands += [(server, services["mlflow"]["command"][-1])]
+    for command, line in commands:
+        known = {option for parameter in command.params for option in parameter.opts}
+        used = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", line))
+        assert used and used - known == set()
+
+
 def test_what_is_mounted_exists(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         for volume in service.get("volumes", []):

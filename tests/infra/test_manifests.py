@@ -142,6 +142,21 @@ def test_servers_have_probes() -> None:
         assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container)
 
 
+def test_commands_know_their_options() -> None:
+    from mlflow.cli import server
+    from ray.scripts.scripts import start
+
+    (deployment,) = [one for one in rendered("platform") if one["kind"] == "Deployment"]
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    known = {option for parameter in server.params for option in parameter.opts}
+    assert {word.split("=")[0] for word in container["args"] if word.startswith("--")} - known == set()
+    known = {option for parameter in start.params for option in parameter.opts}
+    for target in TARGETS:
+        for spec in clusters(target):
+            for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+                assert {f"--{name}" for name in group["rayStartParams"]} - known == set()
+
+
 def test_images_are_pinned_to_this_version_and_ray_to_the_lock() -> None:
     expected = {
         "platform": {f"registry.example.com/graft-mlflow:{mlflow_version()}"},
