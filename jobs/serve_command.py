@@ -132,7 +132,7 @@ def _folder(policy: str) -> str:
 def _say_where(request: ServeRequest, name: str, address: str) -> None:
     host = "127.0.0.1" if request.host == "0.0.0.0" else request.host
     url = f"http://{host}:{request.port}"
-    print(f"{name} is served at {url}/v1 (health: {url}/healthz)", flush=True)
+    print(f"{name} is served at {url}/v1 (page: {url}/, health: {url}/healthz)", flush=True)
     print(f"Ray dashboard: {address}", flush=True)
     print("Ctrl-C ends it.", flush=True)
 

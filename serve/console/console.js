@@ -287,7 +287,7 @@ class Lane {
     const policy = graft?.policy_version ? `v${graft.policy_version}` : this.policy;
     if (policy && !this.isPlain) words.push(`policy ${policy}`);
     // Without a learned policy the server draws its trees otherwise, and says how.
-    if (policy && !this.isPlain && !/^(v\d|folder)/.test(policy)) this.heading.textContent = policy;
+    if (policy && !this.isPlain && !/^(v\d|folder)/.test(policy)) this.heading.textContent = policy === "ddtree" ? "Draft trees" : policy;
     if (reason === "length") words.push("cut at the longest answer allowed");
     if (this.rounds.some((round) => round.batch_size > 1)) words.push("shared its rounds with other requests");
     this.foot.textContent = words.join(" · ");
@@ -376,8 +376,7 @@ function drawTree(round) {
     widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
   }
   const starts = widths.map((_, depth) => widths.slice(0, depth).reduce((sum, width) => sum + width + GAP, 1));
-  const edges = draw("g");
-  const pills = draw("g");
+  const [edges, keptEdges, pills] = [draw("g"), draw("g"), draw("g")]; // later ones lie above
   for (const node of nodes) {
     const x = starts[node.depth];
     const y = node.row * ROW + ROW / 2;
@@ -392,7 +391,8 @@ function drawTree(round) {
       const level = child.row * ROW + ROW / 2;
       const bend = Math.min(18, (to - from) / 2);
       const kind = { accepted: "accepted", "bonus-node": "bonus-edge" }[child.kind] ?? "";
-      edges.append(draw("path", { class: kind, d: `M${from} ${y}H${to - 2 * bend}C${to - bend} ${y} ${to - bend} ${level} ${to} ${level}` }));
+      const curve = `M${from} ${y}H${to - 2 * bend}C${to - bend} ${y} ${to - bend} ${level} ${to} ${level}`;
+      (isKept(child) ? keptEdges : edges).append(draw("path", { class: kind, d: curve }));
     }
   }
   const width = starts.at(-1) + widths.at(-1) + 2;
@@ -401,7 +401,7 @@ function drawTree(round) {
   const label = `Draft tree of ${plural(round.budget, "node")}. Accepted: ${JSON.stringify(names("accepted"))}. Bonus: ` +
     `${JSON.stringify(names("bonus-node"))}. Rejected: ${plural(round.budget - round.tree.accepted.length, "node")}.`;
   return draw("svg", { class: "tree", role: "img", "aria-label": label, width, height, viewBox: `0 0 ${width} ${height}` },
-    edges, pills);
+    edges, keptEdges, pills);
 }
 
 const panel = {
