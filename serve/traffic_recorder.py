@@ -48,9 +48,8 @@ class PolicyName:
 
 def policy_name(active: ActivePolicy, method: str | None) -> PolicyName:
     """What decodes a request that asked for `method`, or for none."""
-    if method is None or method not in active.methods or method == active.policy.name:
-        return PolicyName(active.policy.name, active.fingerprint)
-    return PolicyName(active.methods[method].name, None)
+    chosen = active.policy if method is None else active.methods.get(method, active.policy)
+    return PolicyName(chosen.name, active.fingerprint if chosen is active.policy else None)
 
 
 @dataclass(frozen=True)

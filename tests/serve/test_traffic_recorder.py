@@ -23,7 +23,7 @@ from tests.conftest import FakeDrafter
 from tests.storage.records import DATASET, PROVENANCE, make_round
 
 GRAFT = replace(ddtree(8, 4), name="graft")
-ACTIVE = ActivePolicy("v7", 7, "p-7", GRAFT, {"plain": plain(), "ddtree": ddtree(4, 4)})
+ACTIVE = ActivePolicy("v7", 7, "p-7", GRAFT, {"plain": plain(), "ddtree": ddtree(4, 4), "graft": GRAFT})
 SUMMARY = SequenceSummary(1, 2, 1, 0.25, 1.5, 0.1, 0.1, 1.0, 0.3)
 
 
