@@ -10,11 +10,16 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from graft_dist.errors import PromptError
 
 HELD_OUT_FRACTION = 0.2
+
+LearningSplit = Literal["fit", "tune", "test"]
+"""What a prompt's rounds are for when a policy is learned: fitting it, choosing among variants, judging the choice."""
+
+TUNE_FRACTION, TEST_FRACTION = 0.15, 0.2
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,17 @@ def split_fraction(turns: Sequence[str]) -> float:
 def is_held_out(turns: Sequence[str]) -> bool:
     """Whether the prompt belongs to the fifth that no drafter is ever trained on."""
     return split_fraction(turns) < HELD_OUT_FRACTION
+
+
+def learning_split(turns: Sequence[str]) -> LearningSplit:
+    """The part of policy learning that a prompt belongs to; it stays put as prompts are added.
+
+    Independent of `is_held_out`, which looks at another part of the same hash.
+    """
+    fraction = int.from_bytes(bytes.fromhex(prompt_hash(turns))[8:16], "big") / 2**64
+    if fraction < TEST_FRACTION:
+        return "test"
+    return "tune" if fraction < TEST_FRACTION + TUNE_FRACTION else "fit"
 
 
 def _read_lines(path: Path) -> list[bytes]:

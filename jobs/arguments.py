@@ -9,14 +9,15 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 
-def job_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every job has."""
+def job_parser(prog: str, description: str | None, *, needs_prompts: bool = True) -> argparse.ArgumentParser:
+    """A parser with the options that every job has; `--prompts` for those that decode."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="the target's YAML file, or the name of a shipped one")
-    add("--prompts", required=True, nargs="+", metavar="FILE", help="JSONL files of prompts")
+    if needs_prompts:
+        add("--prompts", required=True, nargs="+", metavar="FILE", help="JSONL files of prompts")
     add("--address", help='of the Ray cluster (default: RAY_ADDRESS, else one that runs here); "local" starts one')
     return parser
 

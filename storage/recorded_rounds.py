@@ -34,6 +34,7 @@ class Selection:
     target: str | None = None  # slug
     task: str | None = None
     prompt_ids: Sequence[str] | None = None
+    kind: str | None = None  # decoded or dense
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ WITH placed AS (
     FROM rounds r
     JOIN sequences s USING (unit_id, attempt, sequence_id)
     WHERE ($target IS NULL OR r.target = $target) AND ($task IS NULL OR s.task = $task)
-        AND ($prompt_ids IS NULL OR list_contains($prompt_ids, s.prompt_id))
+        AND ($prompt_ids IS NULL OR s.prompt_id IN (SELECT unnest($prompt_ids::VARCHAR[])))
+        AND ($kind IS NULL OR r.kind = $kind)
 )
 """
 
@@ -191,7 +193,7 @@ def timed_rounds(connection: duckdb.DuckDBPyConnection, selection: Selection) ->
 
 def _parameters(selection: Selection) -> dict[str, object]:
     prompt_ids = None if selection.prompt_ids is None else list(selection.prompt_ids)
-    return {"target": selection.target, "task": selection.task, "prompt_ids": prompt_ids}
+    return {"target": selection.target, "task": selection.task, "prompt_ids": prompt_ids, "kind": selection.kind}
 
 
 def _to_rounds(table: pa.Table, depth: int, width: int, num_hidden: int) -> RecordedRounds:

@@ -153,7 +153,7 @@ class Registry:
         with self._said("written"), self._alone():
             version = self._registered(name, content)
             if version is None:
-                own = {CONTENT_TAG: content} | {METRIC_TAG + key: repr(value) for key, value in (metrics or {}).items()}
+                own = {CONTENT_TAG: content} | {METRIC_TAG + key: repr(float(value)) for key, value in (metrics or {}).items()}
                 version = self._add_version(folder, name, experiment, {**(tags or {}), **own}, description, run_id)
             self.client.set_registered_model_alias(name, CHALLENGER, str(version))
         return version

@@ -8,8 +8,8 @@ its parent (cross-entropy term).
 Dense rounds have no tree. They teach at the tokens that followed, as far as a tree could have held them, and for pairs
 and edges they get the tree that DDTree would have built; what the target wanted off the path is not known there.
 
-Fitting is plain torch; under `torch.distributed` every worker holds the same lessons and computes its share of each
-batch, so the result does not depend on the number of workers beyond rounding.
+Fitting is plain torch; under `torch.distributed` every worker computes its share of each batch, so the result does not
+depend on the number of workers beyond rounding. Workers may all hold the same `Lessons`, or each a `Share` of them.
 
 Letters: S rounds, D draft depth, K candidates per depth, H hidden size, N parents, M edges, Q pairs, U tokens.
 """
@@ -34,6 +34,7 @@ from graft_dist.rounds import RoundRecord
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 Table = TypeVar("Table", "Parents", "Edges", "Pairs")
@@ -74,8 +75,8 @@ class Parents:
     """N parents whose next token's distribution over the candidates is known."""
 
     rounds: Int64Array  # [N], rising: index of the round
-    depths: Int64Array  # [N], depth of the children, counted from 0
-    tokens: Int64Array  # [N]
+    depths: IntArray  # [N], depth of the children, counted from 0
+    tokens: IntArray  # [N]
     targets: Float32Array  # [N, K], the target's distribution over the candidates of that depth
     is_accepted: npt.NDArray[np.bool_]  # [N], on the target's path; elsewhere only its next token is known
 
@@ -85,9 +86,9 @@ class Edges:
     """M edges for which it is known whether the target wanted them."""
 
     rounds: Int64Array  # [M], rising
-    depths: Int64Array  # [M], depth of the child, counted from 0
-    parents: Int64Array  # [M], token
-    children: Int64Array  # [M], token
+    depths: IntArray  # [M], depth of the child, counted from 0
+    parents: IntArray  # [M], token
+    children: IntArray  # [M], token
     labels: Float32Array  # [M], 1 if the child is the target's next token at the parent, else 0
 
 
@@ -96,16 +97,16 @@ class Pairs:
     """Q pairs of edges at one depth: column 0 the edge that the target wanted, column 1 one that stood in its place."""
 
     rounds: Int64Array  # [Q], rising
-    depths: Int64Array  # [Q], depth of the children, counted from 0
-    parents: Int64Array  # [Q, 2], tokens
-    children: Int64Array  # [Q, 2], tokens
+    depths: IntArray  # [Q], depth of the children, counted from 0
+    parents: IntArray  # [Q, 2], tokens
+    children: IntArray  # [Q, 2], tokens
 
 
 @dataclass(frozen=True, eq=False)
 class Lessons:
     """What S rounds of one shape [D, K] teach."""
 
-    candidate_ids: Int64Array  # [S, D, K]
+    candidate_ids: IntArray  # [S, D, K]
     log_probs: Float32Array  # [S, D, K]
     hidden: Float32Array | None  # [S, D, H], for scorers with a gate
     parents: Parents
@@ -114,6 +115,29 @@ class Lessons:
 
     def __len__(self) -> int:
         return len(self.candidate_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The rounds of which one worker computes the losses; every round belongs to exactly one worker."""
+
+    lessons: Lessons
+    rows: Int64Array  # [n], this worker's rounds in `lessons`
+    numbers: Int64Array  # [n], rising: the same rounds' places among the rounds of all workers
+    num_rounds: int  # of all workers
+
+    @classmethod
+    def of(cls, lessons: Lessons) -> Share:
+        """This worker's share where every worker holds all lessons: each so many-th round."""
+        rank, num_workers = worker()
+        numbers = np.arange(rank, len(lessons), num_workers)
+        return cls(lessons, numbers, numbers, len(lessons))
+
+    def rows_of(self, numbers: Int64Array) -> Int64Array:
+        """Return the rows, rising, of those of the rounds `numbers` that are this worker's."""
+        places = np.minimum(np.searchsorted(self.numbers, numbers), max(len(self.numbers) - 1, 0))
+        is_own = self.numbers[places] == numbers if len(self.numbers) > 0 else np.zeros(len(numbers), np.bool_)
+        return np.sort(self.rows[places[is_own]])
 
 
 def lessons_of(
@@ -392,16 +416,17 @@ class TdesTrainer:
         self,
         network: TdesNetwork,
         embeddings: torch.Tensor,
-        lessons: Lessons,
-        held_out: Lessons,
+        lessons: Lessons | Share,
+        held_out: Lessons | Share,
         training: TdesTraining,
     ) -> None:
-        _check_lessons(network, lessons, held_out)
         self.network, self.embeddings, self.training = network, embeddings, training
-        self.lessons, self.held_out = lessons, held_out
+        self.share, self.held_out = _share(lessons), _share(held_out)
+        _check_lessons(network, self.share, "training")
+        _check_lessons(network, self.held_out, "held-out")
         self.step = 0
         self._optimizer = torch.optim.AdamW(_groups(network, training), lr=training.learning_rate)
-        self._positive_weight = positive_weight(lessons.edges)
+        self._positive_weight = positive_weight(self.share.lessons.edges)
         self.evaluations = [Evaluation(0, 0.0, self._held_out_kl())]
         self._best_weights = copy.deepcopy(network.state_dict())
 
@@ -419,7 +444,7 @@ class TdesTrainer:
     def advance(self) -> Evaluation:
         """Train up to the next look and take it."""
         losses = []
-        for rounds in batches(len(self.lessons), self.training, self.step):
+        for rounds in batches(self.share.num_rounds, self.training, self.step):
             losses.append(self._train_step(rounds))
             self.step += 1
             if self.step % self.training.evaluate_every == 0:
@@ -456,12 +481,9 @@ class TdesTrainer:
 
     def _train_step(self, rounds: Int64Array) -> float:
         """Take one optimizer step on a batch of rounds, of which this worker computes its share."""
-        rank, num_workers = worker()
-        terms = batch_terms(
-            self.network, self.embeddings, self.lessons, np.sort(rounds[rank::num_workers]), self.training,
-            self._positive_weight,
-        )  # fmt: skip
-        counts = torch.tensor([float(len(term)) for term in terms])
+        lessons, rows = self.share.lessons, self.share.rows_of(rounds)
+        terms = batch_terms(self.network, self.embeddings, lessons, rows, self.training, self._positive_weight)
+        counts = torch.tensor([float(len(term)) for term in terms], device=self.embeddings.device)
         add_over_workers([counts])
         weights = (self.training.kl_weight, self.training.pair_weight, self.training.edge_weight)
         parts = [
@@ -482,7 +504,11 @@ class TdesTrainer:
         return float(total)
 
     def _held_out_kl(self) -> float:
-        return mean_kl(self.network, self.embeddings, self.held_out)
+        return mean_kl(self.network, self.embeddings, self.held_out.lessons)
+
+
+def _share(lessons: Lessons | Share) -> Share:
+    return lessons if isinstance(lessons, Share) else Share.of(lessons)
 
 
 def learning_rate(step: int, training: TdesTraining) -> float:
@@ -504,9 +530,14 @@ def batches(num_rounds: int, training: TdesTraining, first_step: int) -> Iterato
 
 
 def positive_weight(edges: Edges) -> float:
-    """Return w1 = edges nobody wanted / edges the target wanted: both classes weigh the same; 1 if one is missing."""
-    num_wanted = int(edges.labels.sum())
-    num_others = len(edges.labels) - num_wanted
+    """Return w1 = edges nobody wanted / edges the target wanted: both classes weigh the same; 1 if one is missing.
+
+    Of all workers' edges together: where all hold the same ones, the ratio is the same.
+    """
+    counts = torch.tensor([float(edges.labels.sum(dtype=np.float64)), float(len(edges.labels))], dtype=torch.float64)
+    add_over_workers([counts])
+    num_wanted, num_edges = counts.tolist()
+    num_others = num_edges - num_wanted
     return num_others / num_wanted if num_wanted > 0 and num_others > 0 else 1.0
 
 
@@ -533,13 +564,15 @@ def batch_terms(
 
 @torch.no_grad()
 def mean_kl(network: TdesNetwork, embeddings: torch.Tensor, lessons: Lessons) -> float:
-    """Return the mean KL over the accepted parents of all rounds."""
+    """Return the mean KL over the accepted parents of all rounds, of all workers together."""
     total, count = 0.0, 0
     for start in range(0, len(lessons), _EVALUATION_ROUNDS):
         rounds = np.arange(start, min(start + _EVALUATION_ROUNDS, len(lessons)))
         losses = _Batch(network, embeddings, lessons, rounds).kl(every_parent=False)
         total, count = total + float(losses.double().sum()), count + len(losses)
-    return total / max(count, 1)
+    sums = torch.tensor([total, count], dtype=torch.float64)
+    add_over_workers([sums])
+    return float(sums[0]) / max(float(sums[1]), 1.0)
 
 
 class _Batch:
@@ -583,7 +616,7 @@ class _Batch:
         f = self._score(table.rounds[rows], table.depths[rows], table.parents[rows], table.children[rows])
         return edge_loss(f, self._tensor(table.labels[rows]), positive_weight)
 
-    def _score(self, rounds: Int64Array, depths: Int64Array, parents: Int64Array, children: Int64Array) -> torch.Tensor:
+    def _score(self, rounds: IntArray, depths: IntArray, parents: IntArray, children: IntArray) -> torch.Tensor:
         places = [self._tensor(np.searchsorted(self._tokens, tokens)) for tokens in (parents, children)]
         hidden = None
         if self._network.config.gate_rank > 0 and self._lessons.hidden is not None:
@@ -615,21 +648,22 @@ def _rows_of(column: Int64Array, rounds: Int64Array) -> Int64Array:
     return offsets + np.arange(len(offsets))
 
 
-def _check_lessons(network: TdesNetwork, lessons: Lessons, held_out: Lessons) -> None:
-    config = network.config
-    for name, part in (("training", lessons), ("held-out", held_out)):
-        if len(part) == 0 or not part.parents.is_accepted.any():
-            raise PolicyError(f"there are no {name} rounds with an accepted parent to fit an edge scorer to")
-        if part.candidate_ids.shape[1] > config.draft_depth:
-            raise PolicyError(
-                f"the {name} rounds are {part.candidate_ids.shape[1]} deep, the edge scorer knows {config.draft_depth}"
-            )
-        if config.gate_rank > 0 and (part.hidden is None or part.hidden.shape[2] != config.hidden_size):
-            found = "none" if part.hidden is None else str(part.hidden.shape[2])
-            raise PolicyError(
-                f"the edge scorer's gate reads hidden states of {config.hidden_size} numbers, the {name} rounds have "
-                f"{found}"
-            )
+def _check_lessons(network: TdesNetwork, share: Share, name: str) -> None:
+    config, lessons = network.config, share.lessons
+    accepted = torch.tensor([float(np.count_nonzero(lessons.parents.is_accepted))], dtype=torch.float64)
+    add_over_workers([accepted])
+    if float(accepted) == 0:
+        raise PolicyError(f"there are no {name} rounds with an accepted parent to fit an edge scorer to")
+    if lessons.candidate_ids.shape[1] > config.draft_depth:
+        raise PolicyError(
+            f"the {name} rounds are {lessons.candidate_ids.shape[1]} deep, the edge scorer knows {config.draft_depth}"
+        )
+    if config.gate_rank > 0 and (lessons.hidden is None or lessons.hidden.shape[2] != config.hidden_size):
+        found = "none" if lessons.hidden is None else str(lessons.hidden.shape[2])
+        raise PolicyError(
+            f"the edge scorer's gate reads hidden states of {config.hidden_size} numbers, the {name} rounds have "
+            f"{found}"
+        )
 
 
 def _groups(network: TdesNetwork, training: TdesTraining) -> list[dict[str, Any]]:

@@ -1,0 +1,199 @@
+"""A trial: what several decoders would have got of the same recorded rounds, kept by prompt, so that two of them can
+be compared with an interval.
+
+`replay.replay` sums over all rounds at once; here the sums are per prompt, since prompts are what differs by chance.
+The same rules of counting (`replay.outcomes`). Only decoded rounds are tried: dense ones weigh positions that decoding
+would have skipped.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from graft_dist.budget import BudgetPolicy
+from graft_dist.cost_curve import CostCurve
+from graft_dist.edge_scorer import EdgeScorer
+from graft_dist.replay import ALL_TASKS, LOST, RecordedRounds, Walk, choose_budgets, outcomes, walk_rounds
+
+FloatArray = npt.NDArray[np.float64]
+
+DIFFICULTIES = ("easy", "medium", "hard")
+"""Rounds by how deep the drafter's own tree of the largest budget is accepted: over half of the depth, over a quarter,
+less."""
+
+_DRAWS = 2000  # of the bootstrap
+_COLUMNS = ("rounds", "tokens", "nodes", "mismatched", "ms")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One decoder of a trial."""
+
+    name: str
+    scorer: str  # key of the trial's scorers
+    new_budget: Callable[[], BudgetPolicy]  # a fresh policy: it may carry running averages
+
+
+@dataclass(frozen=True)
+class TrialRow:
+    """One arm over one task, or all tasks."""
+
+    arm: str
+    task: str
+    num_rounds: int
+    mat: float  # mean acceptance length
+    mismatch_rate: float
+    mean_budget: float
+    tokens_per_s: float  # under the cost curve
+    speedup: float  # over plain decoding under the same curve
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Tokens per second of one arm over those of another, on the same prompts."""
+
+    arm: str
+    baseline: str
+    task: str
+    ratio: float
+    low: float  # 95 % of the ratio when the prompts are drawn again with replacement
+    high: float
+
+
+@dataclass(frozen=True)
+class GainCurves:
+    """Mean tokens of a round at every budget, by difficulty."""
+
+    tokens: Mapping[str, FloatArray]  # [max_budget + 1], for `DIFFICULTIES`
+    num_rounds: Mapping[str, int]
+
+
+class Trial:
+    """Sums of every arm and prompt."""
+
+    def __init__(self, cost: CostCurve, max_budget: int) -> None:
+        self._cost_ms = cost.table(max_budget)
+        self._sums: dict[str, dict[str, FloatArray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(len(_COLUMNS))))
+        self._tasks: dict[str, str] = {}  # of prompts
+
+    def add(
+        self, arm: str, rounds: RecordedRounds, prompts: Sequence[str], walk: Walk, budgets: npt.NDArray[np.int64]
+    ) -> None:
+        """Add what an arm gets of some rounds; `prompts` [S] names each round's prompt."""
+        found = outcomes(rounds, walk, budgets)
+        columns = (
+            np.ones(len(rounds)), found.num_tokens, budgets, found.lost == LOST.index("wrong_parent"),
+            self._cost_ms[budgets],
+        )  # fmt: skip
+        rows = np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
+        own = self._sums[arm]
+        for prompt, row, (_, task) in zip(prompts, rows, rounds.groups, strict=True):
+            own[prompt] += row
+            self._tasks[prompt] = task
+
+    @property
+    def tasks(self) -> list[str]:
+        """All tasks together, then each."""
+        return [ALL_TASKS, *sorted(set(self._tasks.values()))]
+
+    def row(self, arm: str, task: str = ALL_TASKS) -> TrialRow:
+        """What an arm got of a task."""
+        rounds, tokens, nodes, mismatched, ms = self._of(arm, task).sum(axis=0).tolist()
+        rate = 1000 * tokens / ms
+        return TrialRow(
+            arm=arm,
+            task=task,
+            num_rounds=int(rounds),
+            mat=tokens / rounds,
+            mismatch_rate=mismatched / rounds,
+            mean_budget=nodes / rounds,
+            tokens_per_s=rate,
+            speedup=rate * float(self._cost_ms[0]) / 1000,
+        )
+
+    def compare(self, arm: str, baseline: str, task: str = ALL_TASKS, seed: int = 0) -> Comparison:
+        """Compare two arms, with a bootstrap over prompts."""
+        ours, theirs = self._of(arm, task), self._of(baseline, task)
+        draws = np.random.default_rng(seed).integers(len(ours), size=(_DRAWS, len(ours)))
+        ratios = _rate(ours[draws].sum(axis=1)) / _rate(theirs[draws].sum(axis=1))
+        low, high = np.quantile(ratios, (0.025, 0.975))
+        ratio = _rate(ours.sum(axis=0)) / _rate(theirs.sum(axis=0))
+        return Comparison(arm, baseline, task, float(ratio), float(low), float(high))
+
+    def _of(self, arm: str, task: str) -> FloatArray:
+        """[prompts, columns], the prompts in one order for every arm."""
+        own = self._sums[arm]
+        return np.stack([own[prompt] for prompt in sorted(own) if task in (ALL_TASKS, self._tasks[prompt])])
+
+
+def _rate(sums: FloatArray) -> FloatArray:
+    return sums[..., _COLUMNS.index("tokens")] / sums[..., _COLUMNS.index("ms")]
+
+
+def run_trial(
+    batches: Iterable[RecordedRounds],
+    prompt_of: Mapping[str, str],
+    scorers: Mapping[str, EdgeScorer],
+    arms: Sequence[Arm],
+    cost: CostCurve,
+    max_budget: int,
+) -> Trial:
+    """Replay the rounds once for each scorer, and ask every arm for its budgets.
+
+    `prompt_of` maps sequence ids to prompts; rounds of other sequences are passed over.
+    """
+    trial = Trial(cost, max_budget)
+    policies = {arm.name: arm.new_budget() for arm in arms}
+    for rounds in of_sequences(batches, prompt_of):
+        prompts = [prompt_of[sequence] for sequence in rounds.sequence_ids]
+        for name, scorer in scorers.items():
+            own = [arm.name for arm in arms if arm.scorer == name]
+            if not own:
+                continue
+            walk = walk_rounds(rounds, scorer, max_budget)
+            budgets = choose_budgets(rounds, walk, [policies[arm] for arm in own], max_budget)
+            for arm, chosen in zip(own, budgets, strict=True):
+                trial.add(arm, rounds, prompts, walk, chosen)
+    return trial
+
+
+def gain_curves(batches: Iterable[RecordedRounds], scorer: EdgeScorer, max_budget: int) -> GainCurves:
+    """Mean tokens at every budget of rounds that are easy, medium and hard for this scorer's trees."""
+    sums = np.zeros((len(DIFFICULTIES), max_budget + 1))
+    counts = np.zeros(len(DIFFICULTIES), np.int64)
+    for rounds in batches:
+        walk = walk_rounds(rounds, scorer, max_budget)
+        is_node = (walk.path_nodes[:, :, None] > 0) & (walk.path_nodes[:, :, None] <= np.arange(max_budget + 1))
+        accepted = is_node.sum(axis=1)  # [S, max_budget + 1]
+        depth = rounds.candidate_ids.shape[1]
+        kinds = np.digitize(-accepted[:, -1], (-depth / 2, -depth / 4))
+        tokens = np.minimum(accepted + 1, rounds.num_left[:, None])
+        np.add.at(sums, kinds, tokens)
+        np.add.at(counts, kinds, 1)
+    return GainCurves(
+        {name: sums[at] / max(counts[at], 1) for at, name in enumerate(DIFFICULTIES)},
+        dict(zip(DIFFICULTIES, counts.tolist(), strict=True)),
+    )
+
+
+def of_sequences(batches: Iterable[RecordedRounds], wanted: Mapping[str, str]) -> Iterator[RecordedRounds]:
+    """The batches' rounds of some sequences alone."""
+    for rounds in batches:
+        rows = np.array([at for at, sequence in enumerate(rounds.sequence_ids) if sequence in wanted], np.int64)
+        if len(rows) == len(rounds):
+            yield rounds
+        elif len(rows) > 0:
+            yield _taken(rounds, rows)
+
+
+def _taken(rounds: RecordedRounds, rows: npt.NDArray[np.int64]) -> RecordedRounds:
+    kept = {}
+    for field in fields(rounds):
+        column = getattr(rounds, field.name)
+        kept[field.name] = column[rows] if isinstance(column, np.ndarray) else column and [column[row] for row in rows]
+    return replace(rounds, **kept)

@@ -1,0 +1,155 @@
+"""What a policy is learned from: the sequences of a store that may be used, and for what each of them is.
+
+A drafter knows the sequences that it was trained on, so what it drafts there says nothing about new text: only prompts
+that no drafter of ours is trained on are used (`is_held_out`). Those are split once more, by another part of the same
+hash: rounds to fit on, to choose by, and to judge by. Both splits look at the user's words alone, so that a prompt
+never changes sides as data grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from graft_dist.config import TargetConfig
+from graft_dist.drafter import checkpoint_folder, fingerprint, read_config, read_tensors
+from graft_dist.errors import StoreError
+from graft_dist.policy import DataIdentity
+from graft_dist.prompt_text import PromptReader
+from graft_dist.prompts import LearningSplit, is_held_out, learning_split
+from graft_dist.target import read_tokenizer
+from storage import TrajectoryStore, connect
+from storage.learning_rounds import RecordedSequence, Source, recorded_sequences, source_of
+from storage.trajectories import Snapshot
+
+SPLITS: tuple[LearningSplit, ...] = ("fit", "tune", "test")
+
+
+@dataclass(frozen=True)
+class LearningData:
+    """The usable sequences of one snapshot, all drafted by one drafter with one shape."""
+
+    snapshot: Snapshot
+    source: Source
+    drafter_fingerprint: str
+    hidden_size: int  # of the drafter
+    shape: tuple[int, int]  # draft depth, candidates
+    splits: Mapping[LearningSplit, Sequence[RecordedSequence]]
+    num_trained_on: int  # sequences left out: the drafter may have been trained on their prompts
+    num_unreadable: int  # sequences left out: their prompts cannot be read back
+
+    def num_rounds(self, *splits: LearningSplit) -> int:
+        """Decoded and dense rounds of some splits."""
+        return sum(each.num_decoded + each.num_dense for split in splits for each in self.splits[split])
+
+    @property
+    def identity(self) -> DataIdentity:
+        """What a policy keeps of it."""
+        every = [sequence for split in SPLITS for sequence in self.splits[split]]
+        return DataIdentity(
+            store=self.snapshot.name,
+            run_ids=tuple(sorted({sequence.run_id for sequence in every})),
+            num_shards=len(self.snapshot.rounds_files),
+            num_sequences=len(every),
+            num_decoded_rounds=sum(sequence.num_decoded for sequence in every),
+            num_dense_rounds=sum(sequence.num_dense for sequence in every),
+            num_held_out_rounds=self.num_rounds("tune", "test"),
+        )
+
+
+def open_snapshot(root: str, versions: tuple[int, int] | None) -> Snapshot:
+    """The store's newest snapshot, or that of an earlier start (versions of sequences and rounds).
+
+    Raises:
+        StoreError: there is no store.
+    """
+    store = TrajectoryStore(root)
+    if not store.exists:
+        raise StoreError(f"there is no trajectory store at {store.path}: a collect job creates one when it starts")
+    return store.snapshot() if versions is None else store.snapshot(*versions)
+
+
+def read_learning_data(
+    config: TargetConfig, root: str, snapshot: Snapshot, *, every_prompt: bool, min_rounds: int
+) -> LearningData:
+    """Find the usable sequences and split them.
+
+    Args:
+        every_prompt: also use prompts that a drafter of ours would have been trained on.
+        min_rounds: fewer rounds to fit on are refused.
+
+    Raises:
+        StoreError: another target, another drafter, no usable sequence, or too few rounds; one sentence.
+    """
+    folder = checkpoint_folder(config.drafter, config.drafter_revision)
+    drafter = read_config(folder)
+    drafter_fingerprint = fingerprint(drafter, read_tensors(folder)[0])
+    with closing(connect(root, snapshot=snapshot)) as connection:
+        source = source_of(connection, config.slug)
+        if drafter_fingerprint not in source.drafter_fingerprints:
+            raise StoreError(
+                f"the store's rounds of {config.slug} were drafted by {', '.join(source.drafter_fingerprints)}, the "
+                f"configuration's drafter is {drafter_fingerprint}: collect rounds with it first"
+            )
+        shape = _shape(source, drafter.draft_depth)
+        sequences = recorded_sequences(connection, config.slug, drafter_fingerprint, shape)
+    splits, num_trained_on, num_unreadable = _split(config, sequences, every_prompt)
+    data = LearningData(
+        snapshot, source, drafter_fingerprint, drafter.hidden_size, shape, splits, num_trained_on, num_unreadable
+    )
+    _check_enough(data, len(sequences), min_rounds)
+    return data
+
+
+def _shape(source: Source, depth: int) -> tuple[int, int]:
+    """The most frequent shape that a tree can be learned on."""
+    fitting = [(rows, width) for rows, width, _ in source.shapes if rows == depth and width >= 2]
+    if not fitting:
+        found = ", ".join(f"{rows} x {width}" for rows, width, _ in source.shapes)
+        raise StoreError(
+            f"the store has rounds of {found} candidates (depths x candidates each), the drafter proposes {depth} "
+            "depths and a tree needs at least 2 candidates: collect with --method ddtree"
+        )
+    return fitting[0]
+
+
+def _split(
+    config: TargetConfig, sequences: Sequence[RecordedSequence], every_prompt: bool
+) -> tuple[dict[LearningSplit, list[RecordedSequence]], int, int]:
+    where: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    reader = PromptReader(read_tokenizer(config.target, **where), config.system_prompt, config.enable_thinking)
+    splits: dict[LearningSplit, list[RecordedSequence]] = {split: [] for split in SPLITS}
+    known: dict[tuple[int, ...], tuple[str, ...] | None] = {}
+    num_trained_on = num_unreadable = 0
+    for sequence in sequences:
+        ids = sequence.prompt_token_ids
+        if ids not in known:
+            known[ids] = reader.turns(ids)
+        turns = known[ids]
+        if turns is None:
+            num_unreadable += 1
+        elif not (every_prompt or is_held_out(turns)):
+            num_trained_on += 1
+        else:
+            splits[learning_split(turns)].append(sequence)
+    return splits, num_trained_on, num_unreadable
+
+
+def _check_enough(data: LearningData, num_sequences: int, min_rounds: int) -> None:
+    if not any(data.splits.values()):
+        raise StoreError(
+            f"none of the {num_sequences} sequences can be learned from: the drafter may have been trained on the "
+            f"prompts of {data.num_trained_on}, and those of {data.num_unreadable} cannot be read back with this "
+            "configuration; collect held-out prompts, or give --all-prompts if the drafter was trained elsewhere"
+        )
+    num_fit = data.num_rounds("fit")
+    if num_fit < min_rounds:
+        raise StoreError(f"there are only {num_fit} rounds to fit on, and --min-rounds asks for {min_rounds}")
+    for split in ("tune", "test"):
+        if not any(sequence.num_decoded for sequence in data.splits[split]):
+            raise StoreError(
+                f"no prompt of the {split} split has decoded rounds, so that policies cannot be compared: collect more "
+                "prompts"
+            )

@@ -1,0 +1,210 @@
+"""Fitting the edge scorer on Ray Train's workers, or in this process: each worker reads its own sequences and no other.
+
+Everything a worker needs travels in a small plan; rounds come from the store, weights go to a checkpoint folder that
+all workers see. Whatever is killed, the next start goes on from the last look at the held-out rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from graft_dist.edge_scorer import TdesConfig, TdesNetwork
+from graft_dist.errors import GraftError
+from graft_dist.learning.drafter import worker
+from graft_dist.learning.lesson_file import INDEX_NAME, LessonWriter, empty_lessons, open_share
+from graft_dist.learning.scorer_checkpoint import ScorerCheckpoint
+from graft_dist.learning.tdes import Evaluation, Share, TdesTrainer, TdesTraining, lessons_of
+from graft_dist.rounds import RoundRecord
+from graft_dist.target import read_embeddings
+from jobs.cluster import connect as connect_ray
+from storage import connect
+from storage.learning_rounds import RecordedSequence, round_records
+from storage.trajectories import Snapshot
+
+_PART_ROUNDS = 1024  # rounds turned into lessons at a time
+_STORE_MEMORY = "1GB"  # of DuckDB, in each worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerPlan:
+    """What every worker is told."""
+
+    store: str
+    snapshot: Snapshot
+    shape: tuple[int, int]
+    fit: tuple[RecordedSequence, ...]
+    tune: tuple[RecordedSequence, ...]
+    target: str
+    revision: str | None
+    network: TdesConfig
+    training: TdesTraining
+    out: Path  # seen by all workers
+    identity: str  # of the run, kept in its checkpoints
+    threads: int
+    uses_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the workers run."""
+
+    num_workers: int  # 0: in this process
+    address: str | None
+    max_failures: int = 3  # times that the workers are started again after one died
+
+
+def say(line: str) -> None:
+    """Print a line at once, so that a job's log can be followed."""
+    print(f"train: {line}", flush=True)
+
+
+def fit_scorer(plan: ScorerPlan, placement: Placement) -> tuple[TdesNetwork, tuple[Evaluation, ...]]:
+    """Fit, or take what an earlier start has finished; returns the best weights and every look.
+
+    Raises the `GraftError` that a worker met.
+    """
+    checkpoint = ScorerCheckpoint(plan.out / "scorer", plan.identity)
+    if checkpoint.result() is None:
+        if placement.num_workers == 0:
+            train_on_worker(plan)
+        else:
+            _train_on_ray(plan, placement)
+    else:
+        say("the edge scorer is fitted already")
+    result = checkpoint.result()
+    assert result is not None, "the fit ended without a result"
+    weights, evaluations = result
+    network = TdesNetwork(plan.network)
+    network.load_state_dict(weights)
+    return network, evaluations
+
+
+def _train_on_ray(plan: ScorerPlan, placement: Placement) -> None:
+    import ray
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    cluster = connect_ray(placement.address)
+    say(cluster.message)
+    try:
+        TorchTrainer(
+            lambda given: train_on_worker(given["plan"]),
+            train_loop_config={"plan": plan},
+            # The network is small: gloo adds up its gradients on CPU and GPU alike.
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(
+                num_workers=placement.num_workers,
+                use_gpu=plan.uses_gpu,
+                resources_per_worker={"CPU": plan.threads},
+            ),
+            # A name of its own: Ray Train resumes runs by name, and this run resumes from its own checkpoints.
+            run_config=RunConfig(
+                name=f"scorer-{time.time_ns()}",
+                storage_path=str(plan.out.absolute() / "ray"),
+                failure_config=FailureConfig(max_failures=placement.max_failures),
+            ),
+        ).fit()
+    except WorkerGroupError as error:
+        # What a worker refuses is for the user to mend; the other workers' failures only follow from it.
+        refusal = next((one for one in error.worker_failures.values() if isinstance(one, GraftError)), None)
+        if refusal is None:
+            raise
+        raise refusal from error
+    finally:
+        if cluster.is_local:
+            ray.shutdown()
+
+
+def train_on_worker(plan: ScorerPlan) -> None:
+    """One worker's part of the fit; the first worker keeps the checkpoints."""
+    torch.set_num_threads(plan.threads)
+    rank, num_workers = worker()
+    say(f"worker {rank} of {num_workers} is process {os.getpid()}")
+    lessons, held_out = (
+        _share(plan, split, sequences) for split, sequences in (("fit", plan.fit), ("tune", plan.tune))
+    )
+    device = torch.device("cuda" if plan.uses_gpu else "cpu")
+    embeddings = read_embeddings(plan.target, revision=plan.revision).to(device)
+    network = TdesNetwork(plan.network, plan.training.seed).to(device)
+    trainer = TdesTrainer(network, embeddings, lessons, held_out, plan.training)
+    checkpoint = ScorerCheckpoint(plan.out / "scorer", plan.identity)
+    if checkpoint.load(trainer) and rank == 0:
+        say(f"resumed at step {trainer.step} of {plan.training.steps}")
+    started, first = time.monotonic(), trainer.step
+    while not trainer.is_done:
+        look = trainer.advance()
+        if rank == 0:
+            checkpoint.save(trainer)
+            left = (time.monotonic() - started) / (look.step - first) * (plan.training.steps - look.step)
+            say(
+                f"step {look.step} of {plan.training.steps}, loss {look.loss:.4f}, held-out KL {look.held_out_kl:.4f} "
+                f"(best {trainer.best.held_out_kl:.4f} at step {trainer.best.step}); at most {left / 60:.1f} min left"
+            )
+    if rank == 0:
+        checkpoint.save(trainer)
+
+
+def _share(plan: ScorerPlan, split: str, sequences: Sequence[RecordedSequence]) -> Share:
+    """This worker's lessons: every so many-th sequence, read from the store once and then mapped from its own file."""
+    rank, num_workers = worker()
+    counts = [sequence.num_decoded + sequence.num_dense for sequence in sequences]
+    starts = [0, *accumulate(counts)]
+    folder = plan.out / "lessons" / f"{split}-{rank}-of-{num_workers}"
+    if not (folder / INDEX_NAME).is_file():
+        own = {sequence.key: start for sequence, start in list(zip(sequences, starts, strict=False))[rank::num_workers]}
+        _write_lessons(plan, folder, sequences[rank::num_workers], own)
+    return open_share(folder, starts[-1])
+
+
+def _write_lessons(
+    plan: ScorerPlan, folder: Path, sequences: Sequence[RecordedSequence], starts: dict[tuple[str, str], int]
+) -> None:
+    num_hidden = plan.network.hidden_size
+    waiting: list[RoundRecord] = []
+    numbers: list[int] = []
+    with (
+        closing(
+            connect(plan.store, memory_limit=_STORE_MEMORY, threads=plan.threads, snapshot=plan.snapshot)
+        ) as connection,
+        LessonWriter(folder) as writer,
+    ):
+        writer.add(empty_lessons(*plan.shape, num_hidden), np.zeros(0, np.int64))
+        for sequence, records in round_records(connection, sequences, plan.shape):
+            waiting += records
+            first = starts[sequence.key]
+            numbers += range(first, first + len(records))
+            if len(waiting) >= _PART_ROUNDS:
+                writer.add(lessons_of(waiting), np.array(numbers))
+                waiting, numbers = [], []
+        if waiting:
+            writer.add(lessons_of(waiting), np.array(numbers))
+
+
+def network_config(
+    embeddings: torch.Tensor, shape: tuple[int, int], *, width: int, gate_rank: int, hidden: tuple[int, float]
+) -> TdesConfig:
+    """The shape of the network; `hidden` is the size of the recorded hidden states and their root mean square."""
+    return TdesConfig(
+        embedding_size=embeddings.shape[1],
+        draft_depth=shape[0],
+        width=width,
+        gate_rank=gate_rank,
+        hidden_size=hidden[0] if gate_rank else 0,
+        embedding_rms=math.sqrt(float(embeddings.float().square().mean())),
+        hidden_rms=hidden[1] if gate_rank else 1.0,
+    )
+
+
+def strip(sequences: Sequence[RecordedSequence]) -> tuple[RecordedSequence, ...]:
+    """The same without their prompts, which workers do not need."""
+    return tuple(replace(sequence, prompt_token_ids=()) for sequence in sequences)

@@ -1,0 +1,122 @@
+r"""Learn a policy from collected rounds: an edge scorer and budgets, tracked and registered in MLflow.
+
+    python jobs/train.py --config FILE --store DIR --out DIR          (with --workers it starts Ray by itself)
+    ray job submit --working-dir . -- python jobs/train.py --config FILE --store /DIR --out /DIR --workers 2
+
+Only prompts that no drafter is trained on are used, split by a hash of their text into rounds to fit on, to choose by
+and to judge by. Run again with the same arguments it goes on where it ended. The result is the folder DIR/policy, and
+a new version of graft-TARGET in MLflow's registry with the alias challenger.
+Exit codes: 0 learned; 2 the arguments or the store cannot work, in one sentence; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, the packages are beside it
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from graft_dist.config import load_config
+from graft_dist.errors import ConfigError, GraftError
+from graft_dist.learning.tdes import TdesTraining
+from jobs.arguments import count, job_parser, whole_number
+from jobs.cluster import job_id
+from jobs.policy_training import PolicyRequest, run
+from jobs.registry_command import tracking_uri
+from jobs.scorer_training import Placement
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, and return the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        return run(request_from(options))
+    except GraftError as error:
+        print(f"train: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print("train: stopped; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+        return 130
+
+
+def request_from(options: argparse.Namespace) -> PolicyRequest:
+    """The request that the options describe. Raises `GraftError` where they cannot work."""
+    if job_id() is not None and not all(os.path.isabs(path) for path in (options.out, options.store)):
+        raise ConfigError(
+            "--out and --store must be absolute in a submitted job: it runs in a copy of the working directory that is "
+            "deleted"
+        )
+    config = load_config(options.config)
+    return PolicyRequest(
+        config=config,
+        store=options.store,
+        out=Path(options.out),
+        training=TdesTraining(
+            steps=options.steps,
+            seed=options.seed,
+            rounds_per_step=options.rounds_per_step,
+            learning_rate=options.learning_rate,
+            weight_decay=options.weight_decay,
+            kl_weight=options.kl_weight,
+            pair_weight=options.pair_weight,
+            edge_weight=options.edge_weight,
+            margin=options.margin,
+            every_parent=options.every_parent,
+            evaluate_every=options.evaluate_every,
+            patience=options.patience,
+        ),
+        width=options.width,
+        gate_rank=options.gate_rank,
+        reading=options.reading,
+        max_budget=options.max_budget,
+        placement=Placement(options.workers, options.address, options.max_failures),
+        threads=options.threads or config.threads or 1,
+        tracking_uri=tracking_uri(options.tracking_uri),
+        registers=not options.no_register,
+        every_prompt=options.all_prompts,
+        min_rounds=options.min_rounds,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = job_parser("train.py", __doc__, needs_prompts=False)
+    add = parser.add_argument
+    add(
+        "--store",
+        required=True,
+        metavar="URI",
+        help="trajectory store with decoded rounds, and dense ones if there are",
+    )
+    add("--out", required=True, metavar="DIR", help="folder of the run: checkpoints, plots, report, and policy/")
+    add("--workers", type=whole_number, default=0, metavar="N", help="Ray Train workers; 0: in this process (0)")
+    add("--threads", type=count, metavar="N", help="CPU threads of each worker (the configuration's, else 1)")
+    add("--max-failures", type=whole_number, default=3, metavar="N", help="worker deaths that are mended (3)")
+    add("--tracking-uri", metavar="URI", help="MLflow (default: MLFLOW_TRACKING_URI, else a SQLite file of the user's)")
+    add("--no-register", action="store_true", help="track the run, but register no version")
+    add("--all-prompts", action="store_true", help="also prompts that a drafter trained here would have seen")
+    add("--min-rounds", type=count, default=1000, metavar="N", help="refuse to fit on fewer rounds (1000)")
+    add("--steps", type=count, default=1500, metavar="N", help="optimizer steps at most (1500)")
+    add("--rounds-per-step", type=count, default=256, metavar="N", help="rounds in a step (256)")
+    add("--evaluate-every", type=count, default=100, metavar="N", help="steps between looks at held-out rounds (100)")
+    add("--patience", type=count, default=5, metavar="N", help="looks without an improvement before it ends (5)")
+    add("--learning-rate", type=float, default=2e-3, help="peak learning rate (0.002)")
+    add("--weight-decay", type=float, default=1.0, help="of the matrices (1.0)")
+    add("--kl-weight", type=float, default=1.0, help="of the term towards the target's distribution (1.0)")
+    add("--pair-weight", type=float, default=0.1, help="of the term on mismatched rounds (0.1)")
+    add("--edge-weight", type=float, default=0.3, help="of the term on verified edges (0.3)")
+    add("--margin", type=float, default=1.0, help="of the pair term (1.0)")
+    add("--every-parent", action="store_true", help="the KL term also learns from verified parents off the path")
+    add("--width", type=count, default=64, metavar="N", help="hidden width of the edge scorer (64)")
+    add("--gate-rank", type=whole_number, default=0, metavar="R", help="gate by recorded hidden states; 0: none (0)")
+    add("--reading", choices=("sum", "conditional"), default="conditional", help="of the scores (conditional)")
+    add("--max-budget", type=count, default=64, metavar="B", help="largest budget that a policy may choose (64)")
+    add("--seed", type=whole_number, default=0, help="of initialisation, data order and intervals (0)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""Recorded rounds as learning wants them: which sequences there are, and their rounds as records, in a fixed order.
+
+The order (unit, sequence, decoded before dense, round) does not depend on files, compaction or attempts, so that "round
+number i" means the same in every run over the same rows. A few units are read at a time, whatever the store holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from graft_dist.errors import StoreError
+from graft_dist.learning.saba import TimedRounds
+from graft_dist.rounds import RoundRecord
+
+Key = tuple[str, str]
+"""(unit id, sequence id) of a sequence."""
+
+_MOST_TIMED = 1_000_000  # timed rounds of one batch size that are read
+
+_ROUNDS_AT_ONCE = 4096  # as many units are read together as hold about so many rounds
+
+
+@dataclass(frozen=True)
+class RecordedSequence:
+    """A sequence of which rounds with candidates were recorded."""
+
+    unit_id: str
+    sequence_id: str
+    prompt_id: str
+    task: str
+    run_id: str
+    prompt_token_ids: tuple[int, ...]
+    num_decoded: int  # rounds of the wanted shape
+    num_dense: int
+
+    @property
+    def key(self) -> Key:
+        """What names it in the store."""
+        return self.unit_id, self.sequence_id
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the drafted rounds of one target in a store come from."""
+
+    target_spec: str
+    target_fingerprint: str
+    drafter_fingerprints: tuple[str, ...]  # sorted
+    shapes: tuple[tuple[int, int, int], ...]  # (D, K, number of rounds), the most frequent first
+
+
+def source_of(connection: duckdb.DuckDBPyConnection, target: str) -> Source:
+    """Return where the rounds of a target (slug) come from.
+
+    Raises:
+        StoreError: the store holds no drafted rounds of it; says what it holds instead.
+    """
+    shapes = connection.execute(
+        """SELECT len(candidate_ids), len(candidate_ids[1]), count(*) FROM rounds
+           WHERE target = ? AND len(candidate_ids) > 0 GROUP BY ALL ORDER BY 3 DESC, 1, 2""",
+        [target],
+    ).fetchall()
+    if not shapes:
+        others = [row[0] for row in connection.execute("SELECT DISTINCT target FROM rounds ORDER BY 1").fetchall()]
+        held = f"it holds rounds of {', '.join(others)}" if others else "it holds no rounds at all"
+        raise StoreError(f"the store holds no drafted rounds of {target} to learn from: {held}; collect some first")
+    rows = connection.execute(
+        """SELECT DISTINCT target_spec, target_fingerprint, drafter_fingerprint FROM sequences
+           WHERE target = ? AND error IS NULL AND drafter_fingerprint IS NOT NULL""",
+        [target],
+    ).fetchall()
+    specs, targets = sorted({row[0] for row in rows}), sorted({row[1] for row in rows})
+    if len(targets) != 1:
+        raise StoreError(f"the store's rounds of {target} come from {len(targets)} different models: use another store")
+    return Source(specs[0], targets[0], tuple(sorted({row[2] for row in rows})), tuple(shapes))
+
+
+def recorded_sequences(
+    connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, shape: tuple[int, int]
+) -> list[RecordedSequence]:
+    """Return the sequences that have drafted rounds of `shape` (D, K), in order."""
+    rows = connection.execute(
+        """
+        WITH counted AS (
+            SELECT unit_id, attempt, sequence_id, count(*) FILTER (kind = 'decoded') AS num_decoded,
+                count(*) FILTER (kind = 'dense') AS num_dense
+            FROM rounds
+            WHERE target = $target AND len(candidate_ids) = $depth AND len(candidate_ids[1]) = $width
+            GROUP BY ALL
+        )
+        SELECT unit_id, sequence_id, prompt_id, task, run_id, prompt_token_ids, num_decoded, num_dense
+        FROM counted JOIN sequences USING (unit_id, attempt, sequence_id)
+        WHERE error IS NULL AND drafter_fingerprint = $drafter
+        ORDER BY unit_id, sequence_id
+        """,
+        {"target": target, "drafter": drafter_fingerprint, "depth": shape[0], "width": shape[1]},
+    ).fetchall()
+    return [
+        RecordedSequence(unit, sequence, prompt, task, run, tuple(prompt_token_ids), num_decoded, num_dense)
+        for unit, sequence, prompt, task, run, prompt_token_ids, num_decoded, num_dense in rows
+    ]
+
+
+def round_records(
+    connection: duckdb.DuckDBPyConnection, sequences: Sequence[RecordedSequence], shape: tuple[int, int]
+) -> Iterator[tuple[RecordedSequence, list[RoundRecord]]]:
+    """Stream the rounds of some sequences (in order), one sequence at a time, each in its order.
+
+    Raises:
+        StoreError: a sequence has not the rounds that `recorded_sequences` counted.
+    """
+    for some in _in_parts(sequences):
+        by_key = {sequence.key: sequence for sequence in some}
+        wanted = pa.table({"unit_id": [key[0] for key in by_key], "sequence_id": [key[1] for key in by_key]})
+        units = sorted({key[0] for key in by_key})
+        connection.register("wanted", wanted)
+        table = connection.sql(
+            """SELECT rounds.* FROM rounds SEMI JOIN wanted USING (unit_id, sequence_id)
+               WHERE unit_id IN (SELECT unnest($units)) AND unit_id BETWEEN $first AND $last
+                   AND len(candidate_ids) = $depth AND len(candidate_ids[1]) = $width
+               ORDER BY unit_id, sequence_id, kind, round_index""",
+            params={"units": units, "first": units[0], "last": units[-1], "depth": shape[0], "width": shape[1]},
+        ).to_arrow_table()
+        connection.unregister("wanted")
+        found = groupby(
+            zip(table["unit_id"].to_pylist(), table["sequence_id"].to_pylist(), _records(table, shape), strict=True),
+            key=lambda row: row[:2],
+        )
+        counted = 0
+        for key, rows in found:
+            records = [row[2] for row in rows]
+            sequence = by_key[key]
+            if len(records) != sequence.num_decoded + sequence.num_dense:
+                raise StoreError(f"the store has changed: sequence {key[1]} now has {len(records)} rounds")
+            counted += 1
+            yield sequence, records
+        if counted != len(some):
+            raise StoreError(f"the store has changed: {len(some) - counted} sequences have lost their rounds")
+
+
+@dataclass(frozen=True, eq=False)
+class Timed:
+    """Timed rounds of one hardware and batch size; a batch's round costs each of its sequences the same share."""
+
+    hardware: str
+    batch_size: int
+    rounds: TimedRounds
+
+
+def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str) -> Iterator[Timed]:
+    """Yield the timed rounds of the busiest hardware: sequences that were alone first, then batches, busiest first."""
+    groups = connection.execute(
+        """WITH timed AS (
+               SELECT hardware, batch_size, len(candidate_ids) > 0 AS is_drafted
+               FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
+               WHERE rounds.target = ? AND kind = 'decoded'
+           ), busiest AS (
+               SELECT hardware FROM timed WHERE is_drafted GROUP BY hardware ORDER BY count(*) DESC, hardware LIMIT 1
+           )
+           SELECT hardware, batch_size FROM timed SEMI JOIN busiest USING (hardware)
+           GROUP BY hardware, batch_size ORDER BY (batch_size > 1), count(*) DESC, batch_size""",
+        [target],
+    ).fetchall()
+    for hardware, batch_size in groups:
+        table = connection.sql(
+            f"""SELECT
+                   round(batch_rows / batch_size)::BIGINT - 1 AS budget,
+                   (draft_ns + build_ns + verify_ns + commit_ns) / batch_size / 1e6 AS round_ms,
+                   (verify_ns + commit_ns) / batch_size / 1e6 AS undrafted_ms,
+                   context_length::BIGINT AS context_length,
+                   hash(sequence_id)::UBIGINT AS sequence_key
+               FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
+               WHERE rounds.target = $target AND kind = 'decoded' AND hardware = $hardware AND batch_size = $size
+                   AND (len(candidate_ids) > 0) = (round(batch_rows / batch_size) > 1)
+               ORDER BY unit_id, sequence_id, round_index LIMIT {_MOST_TIMED}""",
+            params={"target": target, "hardware": hardware, "size": batch_size},
+        ).to_arrow_table()
+        columns = ("budget", "round_ms", "undrafted_ms", "context_length", "sequence_key")
+        yield Timed(hardware, batch_size, TimedRounds(*(table[name].to_numpy() for name in columns)))
+
+
+def _in_parts(sequences: Sequence[RecordedSequence]) -> Iterator[list[RecordedSequence]]:
+    part: list[RecordedSequence] = []
+    num_rounds = 0
+    for sequence in sequences:
+        part.append(sequence)
+        num_rounds += sequence.num_decoded + sequence.num_dense
+        if num_rounds >= _ROUNDS_AT_ONCE:
+            yield part
+            part, num_rounds = [], 0
+    if part:
+        yield part
+
+
+_INT_LISTS = ("tree_tokens", "tree_parents", "tree_depths", "target_tokens", "accepted", "followed")
+_NUMBERS = (
+    "round_index", "context_length", "root_token", "conf", "degen", "hist", "budget", "num_tokens", "draft_ns",
+    "build_ns", "verify_ns", "commit_ns", "batch_size", "batch_rows",
+)  # fmt: skip
+
+
+def _records(table: pa.Table, shape: tuple[int, int]) -> Iterator[RoundRecord]:
+    """Cut the columns' flat values into rows: value by value it would take ten times as long."""
+    columns: dict[str, Any] = {name: table[name].to_pylist() for name in ("sequence_id", "kind", *_NUMBERS)}
+    columns |= {name: _cut(table[name], np.int32) for name in _INT_LISTS}
+    columns["candidate_ids"] = _flat(table["candidate_ids"]).astype(np.int32).reshape(-1, *shape)
+    columns["candidate_log_probs"] = _flat(table["candidate_log_probs"]).astype(np.float32).reshape(-1, *shape)
+    columns["parent_logsumexp"] = _cut(table["parent_logsumexp"], np.float32)
+    logits = _flat(table["parent_logits"]).astype(np.float32).reshape(-1, shape[1])
+    columns["parent_logits"] = np.split(logits, _ends(table["parent_logits"]))
+    for values in zip(*columns.values(), strict=True):
+        yield RoundRecord(**dict(zip(columns, values, strict=True)))
+
+
+def _flat(lists: pa.ChunkedArray) -> np.ndarray:
+    return pc.list_flatten(pc.list_flatten(lists)).to_numpy()
+
+
+def _cut(lists: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
+    return np.split(pc.list_flatten(lists).to_numpy().astype(dtype), _ends(lists))
+
+
+def _ends(lists: pa.ChunkedArray) -> np.ndarray:
+    """Where each row's values end but the last's; a missing list is an empty one."""
+    return np.cumsum(pc.fill_null(pc.list_value_length(lists), 0).to_numpy())[:-1]

@@ -1,0 +1,203 @@
+"""The learning job on a store whose right answer is known: what it learns, keeps and registers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from graft_dist.config import TargetConfig
+from graft_dist.drafter import fingerprint, read_config, read_tensors
+from graft_dist.policy import GraftPolicy
+from graft_dist.target import Target
+from jobs.ray_head import RayHead
+from jobs.train import main
+from storage import TrajectoryStore
+from storage.registry import CHALLENGER, Registry
+from tests.jobs.learning_store import write_store
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_config: TargetConfig, tiny_llama: Target, tiny_drafter_folder: Path
+) -> Path:
+    """A folder with target.yaml and store/."""
+    path = tmp_path_factory.mktemp("learning")
+    (path / "target.yaml").write_text(yaml.safe_dump(tiny_config.model_dump(mode="json", exclude_none=True)))
+    drafter = fingerprint(read_config(tiny_drafter_folder), read_tensors(tiny_drafter_folder)[0])
+    write_store(path / "store", tiny_config, tiny_llama.tokenizer, drafter)
+    return path
+
+
+def arguments(folder: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "--config", str(folder / "target.yaml"), "--store", str(folder / "store"), "--out", str(out),
+        "--tracking-uri", f"sqlite:///{folder / 'mlflow.db'}", "--min-rounds", "100", "--steps", "60",
+        "--rounds-per-step", "64", "--evaluate-every", "20", "--weight-decay", "0.01", "--learning-rate", "0.01",
+        "--width", "16", "--max-budget", "16", *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_it_learns_registers_and_does_nothing_twice(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_config: TargetConfig
+) -> None:
+    out = tmp_path / "run"
+    assert main(arguments(folder, out)) == 0
+    printed = capsys.readouterr().out
+    assert "left out: 2 sequences of prompts that the drafter may know, 0 whose" in printed
+    assert "fit: 20 prompts" in printed and "chosen on the tune split: tdes, " in printed
+    policy = GraftPolicy.load(out / "policy")
+    assert policy.tdes is not None and policy.num_candidates == 4 and policy.slug == tiny_config.slug
+    assert list(policy.cost_curves) == ["test CPU, 1 thread, float32"]
+    assert policy.data.num_sequences == 40 and policy.data.run_ids == ("run-1",)
+    metrics = policy.metrics
+    assert metrics["tdes_mat_8"] > 1.2 * metrics["ddtree_mat_8"]
+    assert metrics["tdes_mismatch_rate_8"] < metrics["ddtree_mismatch_rate_8"]
+    assert metrics["over_ddtree_low"] > 1.0 and metrics["held_out_kl"] < metrics["held_out_kl_before"] / 2
+    assert {file.name for file in (out / "plots").iterdir()} == {
+        "loss.png", "gain.png", "mismatch.png", "utility.png", "reliability.png", "cost.png",
+    }  # fmt: skip
+    report = json.loads((out / "report.json").read_text())
+    assert {row["task"] for row in report["test"]} == {"all", "code", "chat"}
+
+    registry = Registry(f"sqlite:///{folder / 'mlflow.db'}", tmp_path / "cache")
+    (version,) = registry.versions(tiny_config.slug)
+    assert version.aliases == (CHALLENGER,) and version.metrics == metrics
+    assert version.tags["graft.policy_fingerprint"] == policy.fingerprint
+    assert GraftPolicy.load(registry.fetch(tiny_config.slug, version.version)).fingerprint == policy.fingerprint
+    run = registry.client.get_run(version.run_id)
+    assert run.info.status == "FINISHED" and run.data.params["weight_decay"] == "0.01"
+    assert run.inputs.dataset_inputs[0].dataset.digest == policy.data.store
+    assert [point.step for point in registry.client.get_metric_history(version.run_id, "fit_held_out_kl")][:2] == [
+        0,
+        20,
+    ]
+    assert {file.path for file in registry.client.list_artifacts(version.run_id)} == {"plots", "report.json"}
+
+    assert main(arguments(folder, out)) == 0
+    again = capsys.readouterr().out
+    assert "the edge scorer is fitted already" in again
+    assert f"{version.name} version 1 is the challenger" in again
+    assert len(registry.versions(tiny_config.slug)) == 1
+    assert main(arguments(folder, out, "--width", "8")) == 2
+    assert "holds a run with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_mlflow_itself_can_score_edges(folder: Path, tmp_path: Path, tiny_config: TargetConfig) -> None:
+    import mlflow.pyfunc
+    import pandas as pd
+
+    assert main(arguments(folder, tmp_path / "run", "--steps", "20", "--no-register")) == 0
+    from storage.registered_model import write_model
+
+    model = mlflow.pyfunc.load_model(str(write_model(tmp_path / "run" / "policy", tmp_path, tiny_config.target)))
+    edges = pd.DataFrame({"parent": [10, 10], "child": [11, 12], "depth": [1, 2]})
+    assert len(model.metadata.signature.inputs.input_names()) == 3
+    with pytest.raises(Exception, match="fitted with target target-1"):  # the store's target is made up
+        model.predict(edges)
+
+
+def run_job(command: list[str], head: RayHead, kill: bool) -> str:
+    """Run the job on a cluster; `kill` ends its second worker after the first look, without warning."""
+    environment = head.environment({"RAY_ADDRESS": head.address, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
+    process = subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "jobs" / "train.py"), *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines = []
+    victim = None
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            found = re.search(r"worker 1 of 2 is process (\d+)", line)
+            victim = int(found[1]) if found and victim is None else victim
+            if kill and victim is not None and re.search(r"step \d+ of", line):
+                os.kill(victim, signal.SIGKILL)
+                kill = False
+        assert process.wait(60) == 0, "".join(lines)
+    finally:
+        process.kill()
+    assert not kill, "".join(lines)
+    return "".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_two_workers_one_of_them_killed_learn_what_one_learns(folder: Path, tmp_path: Path) -> None:
+    more = ["--no-register", "--steps", "300", "--evaluate-every", "10", "--patience", "100"]
+    with RayHead(num_cpus=2, environment={"RAY_worker_niceness": "0"}) as head:
+        runs = []
+        for num_workers in (1, 2):
+            out = tmp_path / f"run-{num_workers}"
+            command = arguments(folder, out, *more, "--workers", str(num_workers))
+            printed = run_job(command, head, kill=num_workers == 2)
+            assert ("resumed at step" in printed) == (num_workers == 2)
+            runs.append(out)
+    one, two = (load_file(next((run / "scorer").glob("state-*.safetensors"))) for run in runs)
+    for name, tensor in one.items():
+        if name.startswith("network."):
+            torch.testing.assert_close(tensor, two[name], rtol=0.02, atol=0.02, msg=name)
+    looks = [json.loads((run / "scorer" / "state.json").read_text())["evaluations"] for run in runs]
+    assert [look[0] for look in looks[0]] == [look[0] for look in looks[1]]
+    assert all(abs(ours[2] - theirs[2]) < 5e-3 for ours, theirs in zip(*looks, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--store", "{p}/nowhere"], "there is no trajectory store at"),
+        (["--store", "{p}/empty"], "holds no drafted rounds"),
+        (["--config", "smollm2-135m"], "to learn from: it holds rounds of"),
+        (["--config", "{p}/other.yaml"], "the configuration's drafter is"),
+        (["--config", "{p}/system.yaml"], "none of the 42 sequences can be learned from"),
+        (["--min-rounds", "100000"], "--min-rounds asks for 100000"),
+        (["--workers", "-1"], "workers is -1"),
+        (["--max-budget", "5000"], "max-budget is 5000"),
+        (["--learning-rate", "0"], "learning_rate must be above 0"),
+        (["--gate-rank", "8"], "hidden states"),
+        (["--out", "/dev/null/run"], "the folder of the run /dev/null/run cannot be made (Not a directory)"),
+        (["--tracking-uri", "http://127.0.0.1:9"], "the registry http://127.0.0.1:9 cannot be reached"),
+        (["--config", "/no/such/target.yaml"], "/no/such/target.yaml"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(
+    folder: Path,
+    tmp_path: Path,
+    tiny_config: TargetConfig,
+    more: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    TrajectoryStore(folder / "empty").prepare()
+    for name, changes in (("other", {"drafter": "builtin:smollm2-135m"}), ("system", {"system_prompt": "Be brief."})):
+        changed = tiny_config.model_dump(mode="json", exclude_none=True) | changes
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(changed))
+    options = [option.format(p=folder) for option in more]
+    assert main(arguments(folder, tmp_path / "run", *options)) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_a_submitted_job_needs_absolute_folders(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "x"}}))
+    assert main(arguments(folder, Path("run"))) == 2
+    assert "must be absolute" in capsys.readouterr().err
