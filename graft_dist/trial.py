@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -192,7 +193,7 @@ def of_sequences(batches: Iterable[RecordedRounds], wanted: Mapping[str, str]) -
 
 
 def _taken(rounds: RecordedRounds, rows: npt.NDArray[np.int64]) -> RecordedRounds:
-    kept = {}
+    kept: dict[str, Any] = {}
     for field in fields(rounds):
         column = getattr(rounds, field.name)
         kept[field.name] = column[rows] if isinstance(column, np.ndarray) else column and [column[row] for row in rows]

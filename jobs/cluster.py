@@ -66,14 +66,16 @@ def _start_local() -> None:
     )
 
 
-def check_fits(resources: Mapping[str, float], num_actors: int, num_cpus: float, num_gpus: float) -> None:
+def check_fits(
+    resources: Mapping[str, float], num_actors: int, num_cpus: float, num_gpus: float, who: str = "actors"
+) -> None:
     """Refuse a job that this cluster can never place: it would wait for ever without saying why."""
     for name, each in (("CPU", num_cpus), ("GPU", num_gpus)):
         wanted, there = num_actors * each, resources.get(name, 0.0)
         if wanted > there:
             raise ConfigError(
-                f"{num_actors} actors need {wanted:g} {name}s ({each:g} each), but the cluster has {there:g}; "
-                "use fewer actors, or change resources in the target's configuration"
+                f"{num_actors} {who} need {wanted:g} {name}s ({each:g} each), but the cluster has {there:g}; "
+                f"use fewer {who}, or change resources in the target's configuration"
             )
 
 

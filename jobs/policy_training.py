@@ -216,7 +216,7 @@ def _fit(request: PolicyRequest, data: LearningData, identity: str) -> tuple[Tde
         out=request.out,
         identity=f"{identity} {data.snapshot.name}",
         threads=request.threads,
-        uses_gpu=config.resources.num_gpus > 0,
+        uses_gpu=config.resources.num_gpus > 0 and (request.placement.num_workers > 0 or torch.cuda.is_available()),
     )
     return fit_scorer(plan, request.placement)
 
@@ -262,7 +262,8 @@ class _Laboratory:
         wanted = {sequence.sequence_id: sequence.prompt_id for sequence in self.data.splits[split]}
         parts: list[Observations] = []
         for rounds in of_sequences(self.rounds(split), wanted):
-            parts.append(observe(rounds, walk_rounds(rounds, self.scorers[scorer], self.request.max_budget)))
+            walk = walk_rounds(rounds, self.scorers[scorer], self.request.max_budget)
+            parts.append(observe(rounds, walk, self.request.max_budget))
             if sum(len(part) for part in parts) >= _MOST_ROUNDS:
                 break
         return join_observations(parts)

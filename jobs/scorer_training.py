@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -26,6 +27,7 @@ from graft_dist.learning.scorer_checkpoint import ScorerCheckpoint
 from graft_dist.learning.tdes import Evaluation, Share, TdesTrainer, TdesTraining, lessons_of
 from graft_dist.rounds import RoundRecord
 from graft_dist.target import read_embeddings
+from jobs.cluster import check_fits
 from jobs.cluster import connect as connect_ray
 from storage import connect
 from storage.learning_rounds import RecordedSequence, round_records
@@ -83,6 +85,8 @@ def fit_scorer(plan: ScorerPlan, placement: Placement) -> tuple[TdesNetwork, tup
         say("the edge scorer is fitted already")
     result = checkpoint.result()
     assert result is not None, "the fit ended without a result"
+    for folder in ("lessons", "ray"):  # gigabytes that nobody reads again
+        shutil.rmtree(plan.out / folder, ignore_errors=True)
     weights, evaluations = result
     network = TdesNetwork(plan.network)
     network.load_state_dict(weights)
@@ -97,6 +101,8 @@ def _train_on_ray(plan: ScorerPlan, placement: Placement) -> None:
     cluster = connect_ray(placement.address)
     say(cluster.message)
     try:
+        num_gpus = 1.0 if plan.uses_gpu else 0.0
+        check_fits(cluster.resources, placement.num_workers, plan.threads, num_gpus, "workers")
         TorchTrainer(
             lambda given: train_on_worker(given["plan"]),
             train_loop_config={"plan": plan},
@@ -162,6 +168,7 @@ def _share(plan: ScorerPlan, split: str, sequences: Sequence[RecordedSequence]) 
     folder = plan.out / "lessons" / f"{split}-{rank}-of-{num_workers}"
     if not (folder / INDEX_NAME).is_file():
         own = {sequence.key: start for sequence, start in list(zip(sequences, starts, strict=False))[rank::num_workers]}
+        say(f"worker {rank}: reading {len(own)} sequences to {split} on")
         _write_lessons(plan, folder, sequences[rank::num_workers], own)
     return open_share(folder, starts[-1])
 

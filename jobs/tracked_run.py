@@ -22,12 +22,12 @@ class TrackedRun:
     """One MLflow run in the target's experiment; a run that is resumed goes on in the same one."""
 
     def __init__(self, registry: Registry, run_id: str) -> None:
-        self._client, self.run_id = registry.client, run_id
+        self._registry, self._client, self.run_id = registry, registry.client, run_id
 
     @classmethod
     def open(cls, registry: Registry, slug: str, run_id: str | None, params: Mapping[str, Any]) -> TrackedRun:
-        """Go on with run `run_id`, or make a new one with these parameters."""
-        if run_id is not None:
+        """Go on with run `run_id`, where it is known, or make a new one with these parameters."""
+        if run_id is not None and _is_known(registry, run_id):
             return cls(registry, run_id)
         about = provenance()
         tags = {
@@ -36,12 +36,13 @@ class TrackedRun:
             "graft.versions": json.dumps(about["versions"]),
             "graft.ray_submission_id": job_id() or "",
         }
-        run = registry.client.create_run(registry.experiment(slug), run_name=f"policy of {slug}", tags=tags)
-        tracked = cls(registry, run.info.run_id)
         from mlflow.entities import Param
 
-        registry.client.log_batch(tracked.run_id, params=[Param(name, str(value)) for name, value in params.items()])
-        return tracked
+        experiment = registry.experiment(slug)
+        with registry.said("written"):
+            run = registry.client.create_run(experiment, run_name=f"policy of {slug}", tags=tags).info.run_id
+            registry.client.log_batch(run, params=[Param(name, str(value)) for name, value in params.items()])
+        return cls(registry, run)
 
     def log_data(self, data: LearningData, root: str) -> None:
         """The data set: which versions of which store, and how much of it was used for what."""
@@ -65,7 +66,8 @@ class TrackedRun:
             profile=json.dumps(profile),
         )
         tag = InputTag("mlflow.data.context", "training")
-        self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [tag])])
+        with self._registry.said("written"):
+            self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [tag])])
 
     def log_results(self, metrics: Mapping[str, float], looks: Sequence[Evaluation], files: Sequence[Path]) -> None:
         """Curves of the fit, final numbers, plots and the report."""
@@ -75,11 +77,26 @@ class TrackedRun:
         rows = [Metric(name, value, now, 0) for name, value in metrics.items()]
         rows += [Metric("fit_held_out_kl", look.held_out_kl, now, look.step) for look in looks]
         rows += [Metric("fit_loss", look.loss, now, look.step) for look in looks[1:]]
-        for start in range(0, len(rows), 500):
-            self._client.log_batch(self.run_id, metrics=rows[start : start + 500])
-        for file in files:
-            self._client.log_artifact(self.run_id, str(file), "plots" if file.suffix == ".png" else None)
+        with self._registry.said("written"):
+            for start in range(0, len(rows), 500):
+                self._client.log_batch(self.run_id, metrics=rows[start : start + 500])
+            for file in files:
+                self._client.log_artifact(self.run_id, str(file), "plots" if file.suffix == ".png" else None)
 
     def finish(self) -> None:
         """Mark the run as finished."""
-        self._client.set_terminated(self.run_id)
+        with self._registry.said("written"):
+            self._client.set_terminated(self.run_id)
+
+
+def _is_known(registry: Registry, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    with registry.said("read"):
+        try:
+            registry.client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+    return True

@@ -101,7 +101,7 @@ class Registry:
         self.tracking_uri = tracking_uri
         self._cache = cache_dir or Path(platformdirs.user_cache_dir("graft-dist")) / "policies"
         self._database = _database_file(tracking_uri)
-        with self._said("reached"):
+        with self.said("reached"):
             if self._database is None:
                 _check_reachable(tracking_uri)
             else:
@@ -121,7 +121,7 @@ class Registry:
         With a SQLite file, its artifacts go into a folder beside that file and not into the working directory.
         """
         place = None if self._database is None else (self._database.parent / "mlartifacts" / model_name(slug)).as_uri()
-        with self._said("written"), self._alone():
+        with self.said("written"), self._alone():
             found = self.client.get_experiment_by_name(model_name(slug))
             if found is not None:
                 return str(found.experiment_id)
@@ -150,17 +150,19 @@ class Registry:
         content = content_sha256(folder)
         name = model_name(slug)
         experiment = self.experiment(slug)
-        with self._said("written"), self._alone():
+        with self.said("written"), self._alone():
             version = self._registered(name, content)
             if version is None:
-                own = {CONTENT_TAG: content} | {METRIC_TAG + key: repr(float(value)) for key, value in (metrics or {}).items()}
-                version = self._add_version(folder, name, experiment, {**(tags or {}), **own}, description, run_id)
+                numbers = {METRIC_TAG + key: repr(float(value)) for key, value in (metrics or {}).items()}
+                version = self._add_version(
+                    folder, name, experiment, {**(tags or {}), **numbers, CONTENT_TAG: content}, description, run_id
+                )
             self.client.set_registered_model_alias(name, CHALLENGER, str(version))
         return version
 
     def tag(self, slug: str, version: int, tags: Mapping[str, str]) -> None:
         """Set tags of a version, such as why it was or was not promoted."""
-        with self._said("written"), self._alone():
+        with self.said("written"), self._alone():
             for key, value in tags.items():
                 self.client.set_model_version_tag(model_name(slug), str(version), key, value)
 
@@ -171,7 +173,7 @@ class Registry:
         -1 does not ask.
         """
         name = model_name(slug)
-        with self._said("written"), self._alone():
+        with self.said("written"), self._alone():
             self._known(name, version)
             aliases = self._aliases(name)
             champion = aliases.get(CHAMPION)
@@ -190,7 +192,7 @@ class Registry:
     def rollback(self, slug: str) -> Promotion:
         """Make the previous champion the champion again; there is no previous one afterwards."""
         name = model_name(slug)
-        with self._said("written"), self._alone():
+        with self.said("written"), self._alone():
             aliases = self._aliases(name)
             previous, champion = aliases.get(PREVIOUS), aliases.get(CHAMPION)
             if previous is None:
@@ -209,7 +211,7 @@ class Registry:
     def resolve(self, slug: str, alias_or_version: str | int) -> int | None:
         """Return the number of the version that an alias or a number names; None where there is none."""
         name, wanted = model_name(slug), str(alias_or_version)
-        with self._said("read"), self._none_if_absent():
+        with self.said("read"), self._none_if_absent():
             if wanted.isdecimal():
                 return int(self.client.get_model_version(name, wanted).version)
             return int(self.client.get_model_version_by_alias(name, wanted).version)
@@ -217,7 +219,7 @@ class Registry:
 
     def versions(self, slug: str | None = None) -> list[PolicyVersion]:
         """Return the versions of a target, or of every target; newest first within one."""
-        with self._said("read"):
+        with self.said("read"):
             if slug is not None:
                 names = [model_name(slug)]
             else:
@@ -228,7 +230,7 @@ class Registry:
     def fetch(self, slug: str, version: int) -> Path:
         """Return a local folder with the version's policy, as `GraftPolicy.load` reads it; copied once and kept."""
         name = model_name(slug)
-        with self._said("read"):
+        with self.said("read"):
             found = self._known(name, version)
             content = found.tags.get(CONTENT_TAG, "")
             registry = hashlib.sha256(self.tracking_uri.encode()).hexdigest()[:8]
@@ -347,7 +349,7 @@ class Registry:
                 raise
 
     @contextlib.contextmanager
-    def _said(self, what: str) -> Iterator[None]:
+    def said(self, what: str) -> Iterator[None]:
         """Turn what goes wrong in MLflow, its database or the network into one sentence."""
         try:
             yield

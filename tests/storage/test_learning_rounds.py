@@ -1,0 +1,69 @@
+"""Rounds as learning reads them: sources, order, records that are what was written, timings."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graft_dist.errors import StoreError
+from graft_dist.rounds import RoundRecord
+from storage import TrajectoryStore, UnitKey, connect
+from storage.learning_rounds import Source, recorded_sequences, round_records, source_of, timed_rounds
+from tests.storage.records import DATASET, PROVENANCE, commit_replayable, make_round, make_sequence
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    commit_replayable(tmp_path)
+    return tmp_path
+
+
+def test_where_rounds_come_from(root: Path, tmp_path: Path) -> None:
+    with connect(root, threads=1) as connection:
+        assert source_of(connection, "tiny") == Source("org/tiny", "t-1", ("d-1",), ((2, 3, 6),))
+        with pytest.raises(StoreError, match="no drafted rounds of large to learn from: it holds rounds of tiny"):
+            source_of(connection, "large")
+    with connect(tmp_path / "none", threads=1) as connection, pytest.raises(StoreError, match="no rounds at all"):
+        source_of(connection, "tiny")
+
+
+def test_sequences_and_their_rounds(root: Path) -> None:
+    with connect(root, threads=1) as connection:
+        sequences = recorded_sequences(connection, "tiny", "d-1", (2, 3))
+        assert [(each.sequence_id, each.num_decoded, each.num_dense) for each in sequences] == [
+            ("chat-1", 1, 0), ("code-1", 2, 1), ("gone-1", 1, 0), ("gone-2", 1, 0),
+        ]  # fmt: skip
+        assert sequences[1].prompt_token_ids == tuple(range(10)) and sequences[1].task == "code"
+        assert recorded_sequences(connection, "tiny", "d-2", (2, 3)) == []
+        assert recorded_sequences(connection, "tiny", "d-1", (2, 4)) == []
+        found = list(round_records(connection, sequences[:2], (2, 3)))
+        assert [sequence.sequence_id for sequence, _ in found] == ["chat-1", "code-1"]
+        assert [(each.kind, each.round_index) for each in found[1][1]] == [("decoded", 0), ("decoded", 2), ("dense", 1)]
+        with pytest.raises(StoreError, match="the store has changed"):
+            list(round_records(connection, [replace(sequences[0], num_decoded=2)], (2, 3)))
+
+
+def test_records_are_what_was_written(tmp_path: Path) -> None:
+    written = [make_round("s", 0), make_round("s", 1, parent_logits=np.zeros((1, 3), np.float32), accepted=[])]
+    written[1] = replace(written[1], accepted=np.zeros(0, np.int32), parent_logsumexp=np.ones(1, np.float32))
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin("run", "tiny", DATASET)
+    key = UnitKey(unit_id="u", attempt="a", run_id="run")
+    store.commit(store.write_unit(key, PROVENANCE, [make_sequence("s", 2)], written), "run", turn)
+    with connect(tmp_path, threads=1) as connection:
+        ((_, read),) = round_records(connection, recorded_sequences(connection, "tiny", "d-1", (2, 3)), (2, 3))
+    for ours, theirs in zip(read, written, strict=True):
+        for field in fields(RoundRecord):
+            assert np.array_equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
+
+
+def test_timings_of_the_busiest_hardware(root: Path) -> None:
+    with connect(root, threads=1) as connection:
+        (timed,) = timed_rounds(connection, "tiny")
+    assert (timed.hardware, timed.batch_size) == ("cpu", 1)
+    assert sorted(zip(timed.rounds.budgets.tolist(), timed.rounds.round_ms.tolist(), strict=True)) == [
+        (0, 5.0), (2, 6.0), (2, 6.0), (2, 6.0), (2, 6.0), (4, 10.0),
+    ]  # fmt: skip
