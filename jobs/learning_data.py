@@ -21,7 +21,14 @@ from graft_dist.prompt_text import PromptReader
 from graft_dist.prompts import LearningSplit, is_held_out, learning_split
 from graft_dist.target import read_tokenizer
 from storage import TrajectoryStore, connect
-from storage.learning_rounds import RecordedSequence, Source, recorded_sequences, source_of
+from storage.learning_rounds import (
+    RecordedSequence,
+    RoundShape,
+    Source,
+    hidden_size_of,
+    recorded_sequences,
+    source_of,
+)
 from storage.trajectories import Snapshot
 
 SPLITS: tuple[LearningSplit, ...] = ("fit", "tune", "test")
@@ -35,7 +42,7 @@ class LearningData:
     source: Source
     drafter_fingerprint: str
     hidden_size: int  # of the drafter
-    shape: tuple[int, int]  # draft depth, candidates
+    shape: RoundShape
     splits: Mapping[LearningSplit, Sequence[RecordedSequence]]
     num_trained_on: int  # sequences left out: the drafter may have been trained on their prompts
     num_unreadable: int  # sequences left out: their prompts cannot be read back
@@ -72,13 +79,14 @@ def open_snapshot(root: str, versions: tuple[int, int] | None) -> Snapshot:
 
 
 def read_learning_data(
-    config: TargetConfig, root: str, snapshot: Snapshot, *, every_prompt: bool, min_rounds: int
+    config: TargetConfig, root: str, snapshot: Snapshot, *, every_prompt: bool, min_rounds: int, needs_hidden: bool
 ) -> LearningData:
     """Find the usable sequences and split them.
 
     Args:
         every_prompt: also use prompts that a drafter of ours would have been trained on.
         min_rounds: fewer rounds to fit on are refused.
+        needs_hidden: only rounds that were recorded with the drafter's hidden states.
 
     Raises:
         StoreError: another target, another drafter, no usable sequence, or too few rounds; one sentence.
@@ -93,7 +101,13 @@ def read_learning_data(
                 f"the store's rounds of {config.slug} were drafted by {', '.join(source.drafter_fingerprints)}, the "
                 f"configuration's drafter is {drafter_fingerprint}: collect rounds with it first"
             )
-        shape = _shape(source, drafter.draft_depth)
+        num_hidden = hidden_size_of(connection, config.slug, drafter_fingerprint) if needs_hidden else 0
+        if needs_hidden and num_hidden == 0:
+            raise StoreError(
+                "--gate-rank needs rounds with the drafter's hidden states, and the store has none: collect with "
+                "--hidden"
+            )
+        shape = _shape(source, drafter.draft_depth, num_hidden)
         sequences = recorded_sequences(connection, config.slug, drafter_fingerprint, shape)
     splits, num_trained_on, num_unreadable = _split(config, sequences, every_prompt)
     data = LearningData(
@@ -103,7 +117,7 @@ def read_learning_data(
     return data
 
 
-def _shape(source: Source, depth: int) -> tuple[int, int]:
+def _shape(source: Source, depth: int, num_hidden: int) -> RoundShape:
     """The most frequent shape that a tree can be learned on."""
     fitting = [(rows, width) for rows, width, _ in source.shapes if rows == depth and width >= 2]
     if not fitting:
@@ -112,7 +126,7 @@ def _shape(source: Source, depth: int) -> tuple[int, int]:
             f"the store has rounds of {found} candidates (depths x candidates each), the drafter proposes {depth} "
             "depths and a tree needs at least 2 candidates: collect with --method ddtree"
         )
-    return fitting[0]
+    return RoundShape(*fitting[0], num_hidden)
 
 
 def _split(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -19,7 +20,16 @@ import torch
 from graft_dist import __version__
 from graft_dist.config import TargetConfig
 from graft_dist.cost_curve import CostCurve
-from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, Reading, TdesNetwork, TdesScorer
+from graft_dist.edge_scorer import (
+    EdgeScorer,
+    MarginalScorer,
+    Reading,
+    TdesConfig,
+    TdesNetwork,
+    TdesScorer,
+    fold_projection,
+    hidden_projection,
+)
 from graft_dist.errors import ConfigError, StoreError
 from graft_dist.learning.saba import (
     CostFits,
@@ -40,7 +50,7 @@ from jobs.budget_candidate import CADDTREE, PLAIN, Candidate, baselines, fixed_c
 from jobs.cluster import job_id
 from jobs.learning_data import LearningData, open_snapshot, read_learning_data
 from jobs.out_file import to_json, write_aside
-from jobs.scorer_training import Placement, ScorerPlan, fit_scorer, network_config, say, strip
+from jobs.scorer_training import Placement, ScorerPlan, fit_scorer, hidden_rms, say, strip
 from jobs.tracked_run import TrackedRun
 from jobs.training_plots import draw_plots
 from jobs.training_report import Choice, Report, report_of
@@ -62,6 +72,7 @@ class PolicyRequest:
     training: TdesTraining
     width: int  # of the edge scorer
     gate_rank: int
+    reliance: bool
     reading: Reading
     max_budget: int  # that a policy may choose
     placement: Placement
@@ -89,6 +100,7 @@ class PolicyRequest:
             **asdict(self.training),
             "width": self.width,
             "gate_rank": self.gate_rank,
+            "reliance": self.reliance,
             "reading": self.reading,
             "max_budget": self.max_budget,
             "every_prompt": self.every_prompt,
@@ -106,7 +118,12 @@ def run(request: PolicyRequest) -> int:
     pinned = _Pinned.open(request)
     snapshot = open_snapshot(request.store, pinned.versions)
     data = read_learning_data(
-        request.config, request.store, snapshot, every_prompt=request.every_prompt, min_rounds=request.min_rounds
+        request.config,
+        request.store,
+        snapshot,
+        every_prompt=request.every_prompt,
+        min_rounds=request.min_rounds,
+        needs_hidden=request.gate_rank > 0,
     )
     _say_data(data)
     costs = _costs(request, data)
@@ -201,8 +218,17 @@ def _costs(request: PolicyRequest, data: LearningData) -> CostFits:
 def _fit(request: PolicyRequest, data: LearningData, identity: str) -> tuple[TdesNetwork, tuple[Evaluation, ...]]:
     config = request.config
     embeddings = read_embeddings(config.target, revision=config.revision)
-    if request.gate_rank:
-        raise ConfigError("gate-rank needs rounds with hidden states")
+    sequences, shape = data.splits["fit"], data.shape
+    network = TdesConfig(
+        embedding_size=embeddings.shape[1],
+        draft_depth=shape.depth,
+        width=request.width,
+        gate_rank=request.gate_rank,
+        hidden_size=shape.num_hidden,
+        embedding_rms=math.sqrt(float(embeddings.float().square().mean())),
+        hidden_rms=hidden_rms(request.store, data.snapshot, sequences, shape) if shape.num_hidden else 1.0,
+        reliance=request.reliance,
+    )
     plan = ScorerPlan(
         store=request.store,
         snapshot=data.snapshot,
@@ -211,7 +237,7 @@ def _fit(request: PolicyRequest, data: LearningData, identity: str) -> tuple[Tde
         tune=strip(data.splits["tune"]),
         target=config.target,
         revision=config.revision,
-        network=network_config(embeddings, data.shape, width=request.width, gate_rank=0, hidden=(0, 1.0)),
+        network=network,
         training=request.training,
         out=request.out,
         identity=f"{identity} {data.snapshot.name}",
@@ -242,8 +268,10 @@ class _Laboratory:
             kind="decoded",
         )
         with closing(connect(self.request.store, snapshot=self.data.snapshot)) as connection:
-            for rounds in recorded_rounds(connection, selection):
-                if rounds.candidate_ids.shape[1:] == self.data.shape:
+            shape = self.data.shape
+            for rounds in recorded_rounds(connection, selection, with_hidden=shape.num_hidden > 0):
+                num_hidden = 0 if rounds.hidden is None else rounds.hidden.shape[2]
+                if (*rounds.candidate_ids.shape[1:], num_hidden) == (shape.depth, shape.width, shape.num_hidden):
                     yield rounds
 
     def try_out(self, split: LearningSplit, arms: Sequence[Candidate]) -> Trial:
@@ -299,6 +327,9 @@ def _choose(lab: _Laboratory) -> Choice:
 
 def _policy(request: PolicyRequest, data: LearningData, network: TdesNetwork, report: Report) -> GraftPolicy:
     chosen = report.choice.chosen
+    if data.shape.num_hidden > 0:  # fitted through the projection that rounds are recorded with, decoding without one
+        projection = hidden_projection(data.drafter_fingerprint, data.hidden_size, data.shape.num_hidden)
+        network = fold_projection(network, projection)
     return GraftPolicy(
         slug=request.config.slug,
         target_fingerprint=data.source.target_fingerprint,
@@ -310,7 +341,7 @@ def _policy(request: PolicyRequest, data: LearningData, network: TdesNetwork, re
         fixed_budget=chosen.fixed_budget,
         gain=chosen.gain,
         form=chosen.form,
-        num_candidates=data.shape[1],
+        num_candidates=data.shape.width,
         max_budget=request.max_budget,
         cost_curves={report.costs.hardware: report.costs.best.curve},
         data=data.identity,

@@ -30,7 +30,7 @@ from graft_dist.target import read_embeddings
 from jobs.cluster import check_fits
 from jobs.cluster import connect as connect_ray
 from storage import connect
-from storage.learning_rounds import RecordedSequence, round_records
+from storage.learning_rounds import RecordedSequence, RoundShape, round_records
 from storage.trajectories import Snapshot
 
 _PART_ROUNDS = 1024  # rounds turned into lessons at a time
@@ -43,7 +43,7 @@ class ScorerPlan:
 
     store: str
     snapshot: Snapshot
-    shape: tuple[int, int]
+    shape: RoundShape
     fit: tuple[RecordedSequence, ...]
     tune: tuple[RecordedSequence, ...]
     target: str
@@ -176,7 +176,6 @@ def _share(plan: ScorerPlan, split: str, sequences: Sequence[RecordedSequence]) 
 def _write_lessons(
     plan: ScorerPlan, folder: Path, sequences: Sequence[RecordedSequence], starts: dict[tuple[str, str], int]
 ) -> None:
-    num_hidden = plan.network.hidden_size
     waiting: list[RoundRecord] = []
     numbers: list[int] = []
     with (
@@ -185,7 +184,7 @@ def _write_lessons(
         ) as connection,
         LessonWriter(folder) as writer,
     ):
-        writer.add(empty_lessons(*plan.shape, num_hidden), np.zeros(0, np.int64))
+        writer.add(empty_lessons(plan.shape.depth, plan.shape.width, plan.shape.num_hidden), np.zeros(0, np.int64))
         for sequence, records in round_records(connection, sequences, plan.shape):
             waiting += records
             first = starts[sequence.key]
@@ -197,19 +196,16 @@ def _write_lessons(
             writer.add(lessons_of(waiting), np.array(numbers))
 
 
-def network_config(
-    embeddings: torch.Tensor, shape: tuple[int, int], *, width: int, gate_rank: int, hidden: tuple[int, float]
-) -> TdesConfig:
-    """The shape of the network; `hidden` is the size of the recorded hidden states and their root mean square."""
-    return TdesConfig(
-        embedding_size=embeddings.shape[1],
-        draft_depth=shape[0],
-        width=width,
-        gate_rank=gate_rank,
-        hidden_size=hidden[0] if gate_rank else 0,
-        embedding_rms=math.sqrt(float(embeddings.float().square().mean())),
-        hidden_rms=hidden[1] if gate_rank else 1.0,
-    )
+def hidden_rms(store: str, snapshot: Snapshot, sequences: Sequence[RecordedSequence], shape: RoundShape) -> float:
+    """Root mean square of the recorded hidden states of the first sequences."""
+    with closing(connect(store, memory_limit=_STORE_MEMORY, snapshot=snapshot)) as connection:
+        some = [
+            record.hidden
+            for _, records in round_records(connection, sequences[:64], shape)
+            for record in records
+            if record.hidden is not None
+        ]
+    return math.sqrt(float(np.mean(np.square(some))))
 
 
 def strip(sequences: Sequence[RecordedSequence]) -> tuple[RecordedSequence, ...]:

@@ -71,6 +71,7 @@ def request_from(options: argparse.Namespace) -> PolicyRequest:
         ),
         width=options.width,
         gate_rank=options.gate_rank,
+        reliance=options.reliance,
         reading=options.reading,
         max_budget=options.max_budget,
         placement=Placement(options.workers, options.address, options.max_failures),
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--every-parent", action="store_true", help="the KL term also learns from verified parents off the path")
     add("--width", type=count, default=64, metavar="N", help="hidden width of the edge scorer (64)")
     add("--gate-rank", type=whole_number, default=0, metavar="R", help="gate by recorded hidden states; 0: none (0)")
+    add("--reliance", action="store_true", help="also weigh the drafter's own probabilities by depth and parent")
     add("--reading", choices=("sum", "conditional"), default="conditional", help="of the scores (conditional)")
     add("--max-budget", type=count, default=64, metavar="B", help="largest budget that a policy may choose (64)")
     add("--seed", type=whole_number, default=0, help="of initialisation, data order and intervals (0)")

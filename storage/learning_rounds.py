@@ -57,6 +57,21 @@ class Source:
     shapes: tuple[tuple[int, int, int], ...]  # (D, K, number of rounds), the most frequent first
 
 
+@dataclass(frozen=True)
+class RoundShape:
+    """Which rounds are wanted: those of one shape."""
+
+    depth: int  # D
+    width: int  # K
+    num_hidden: int = 0  # H', size of the recorded hidden states; 0: hidden states are not read
+
+    @property
+    def condition(self) -> str:
+        """As SQL."""
+        drafted = f"len(candidate_ids) = {self.depth} AND len(candidate_ids[1]) = {self.width}"
+        return drafted if self.num_hidden == 0 else f"{drafted} AND len(hidden[1]) = {self.num_hidden}"
+
+
 def source_of(connection: duckdb.DuckDBPyConnection, target: str) -> Source:
     """Return where the rounds of a target (slug) come from.
 
@@ -83,17 +98,28 @@ def source_of(connection: duckdb.DuckDBPyConnection, target: str) -> Source:
     return Source(specs[0], targets[0], tuple(sorted({row[2] for row in rows})), tuple(shapes))
 
 
-def recorded_sequences(
-    connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, shape: tuple[int, int]
-) -> list[RecordedSequence]:
-    """Return the sequences that have drafted rounds of `shape` (D, K), in order."""
+def hidden_size_of(connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str) -> int:
+    """Return the most frequent size of recorded hidden states; 0 where there are none."""
     rows = connection.execute(
-        """
+        """SELECT len(hidden[1]) FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
+           WHERE rounds.target = ? AND drafter_fingerprint = ? AND hidden IS NOT NULL
+           GROUP BY 1 ORDER BY count(*) DESC, 1 LIMIT 1""",
+        [target, drafter_fingerprint],
+    ).fetchall()
+    return int(rows[0][0]) if rows else 0
+
+
+def recorded_sequences(
+    connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, shape: RoundShape
+) -> list[RecordedSequence]:
+    """Return the sequences that have rounds of this shape, in order."""
+    rows = connection.execute(
+        f"""
         WITH counted AS (
             SELECT unit_id, attempt, sequence_id, count(*) FILTER (kind = 'decoded') AS num_decoded,
                 count(*) FILTER (kind = 'dense') AS num_dense
             FROM rounds
-            WHERE target = $target AND len(candidate_ids) = $depth AND len(candidate_ids[1]) = $width
+            WHERE target = $target AND {shape.condition}
             GROUP BY ALL
         )
         SELECT unit_id, sequence_id, prompt_id, task, run_id, prompt_token_ids, num_decoded, num_dense
@@ -101,7 +127,7 @@ def recorded_sequences(
         WHERE error IS NULL AND drafter_fingerprint = $drafter
         ORDER BY unit_id, sequence_id
         """,
-        {"target": target, "drafter": drafter_fingerprint, "depth": shape[0], "width": shape[1]},
+        {"target": target, "drafter": drafter_fingerprint},
     ).fetchall()
     return [
         RecordedSequence(unit, sequence, prompt, task, run, tuple(prompt_token_ids), num_decoded, num_dense)
@@ -110,24 +136,25 @@ def recorded_sequences(
 
 
 def round_records(
-    connection: duckdb.DuckDBPyConnection, sequences: Sequence[RecordedSequence], shape: tuple[int, int]
+    connection: duckdb.DuckDBPyConnection, sequences: Sequence[RecordedSequence], shape: RoundShape
 ) -> Iterator[tuple[RecordedSequence, list[RoundRecord]]]:
     """Stream the rounds of some sequences (in order), one sequence at a time, each in its order.
 
     Raises:
         StoreError: a sequence has not the rounds that `recorded_sequences` counted.
     """
+    columns = "*" if shape.num_hidden > 0 else "* EXCLUDE (hidden)"
     for some in _in_parts(sequences):
         by_key = {sequence.key: sequence for sequence in some}
         wanted = pa.table({"unit_id": [key[0] for key in by_key], "sequence_id": [key[1] for key in by_key]})
         units = sorted({key[0] for key in by_key})
         connection.register("wanted", wanted)
         table = connection.sql(
-            """SELECT rounds.* FROM rounds SEMI JOIN wanted USING (unit_id, sequence_id)
+            f"""SELECT {columns} FROM rounds SEMI JOIN wanted USING (unit_id, sequence_id)
                WHERE unit_id IN (SELECT unnest($units)) AND unit_id BETWEEN $first AND $last
-                   AND len(candidate_ids) = $depth AND len(candidate_ids[1]) = $width
+                   AND {shape.condition}
                ORDER BY unit_id, sequence_id, kind, round_index""",
-            params={"units": units, "first": units[0], "last": units[-1], "depth": shape[0], "width": shape[1]},
+            params={"units": units, "first": units[0], "last": units[-1]},
         ).to_arrow_table()
         connection.unregister("wanted")
         found = groupby(
@@ -207,14 +234,18 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-def _records(table: pa.Table, shape: tuple[int, int]) -> Iterator[RoundRecord]:
+def _records(table: pa.Table, shape: RoundShape) -> Iterator[RoundRecord]:
     """Cut the columns' flat values into rows: value by value it would take ten times as long."""
     columns: dict[str, Any] = {name: table[name].to_pylist() for name in ("sequence_id", "kind", *_NUMBERS)}
     columns |= {name: _cut(table[name], np.int32) for name in _INT_LISTS}
-    columns["candidate_ids"] = _flat(table["candidate_ids"]).astype(np.int32).reshape(-1, *shape)
-    columns["candidate_log_probs"] = _flat(table["candidate_log_probs"]).astype(np.float32).reshape(-1, *shape)
+    of_candidates = (-1, shape.depth, shape.width)
+    columns["candidate_ids"] = _flat(table["candidate_ids"]).astype(np.int32).reshape(of_candidates)
+    columns["candidate_log_probs"] = _flat(table["candidate_log_probs"]).astype(np.float32).reshape(of_candidates)
+    if shape.num_hidden > 0:
+        hidden = _flat(table["hidden"]).astype(np.float32).reshape(-1, shape.depth, shape.num_hidden)
+        columns["hidden"] = hidden
     columns["parent_logsumexp"] = _cut(table["parent_logsumexp"], np.float32)
-    logits = _flat(table["parent_logits"]).astype(np.float32).reshape(-1, shape[1])
+    logits = _flat(table["parent_logits"]).astype(np.float32).reshape(-1, shape.width)
     columns["parent_logits"] = np.split(logits, _ends(table["parent_logits"]))
     for values in zip(*columns.values(), strict=True):
         yield RoundRecord(**dict(zip(columns, values, strict=True)))

@@ -211,7 +211,7 @@ def _to_rounds(table: pa.Table, depth: int, width: int, num_hidden: int) -> Reco
         conf=_numbers(table, "conf", np.float32),
         degen=_numbers(table, "degen", np.float32),
         hist=_numbers(table, "hist", np.float32),
-        hidden=_flat(table, "hidden").reshape(-1, depth, num_hidden) if num_hidden > 0 else None,
+        hidden=_flat(table, "hidden").copy().reshape(-1, depth, num_hidden) if num_hidden > 0 else None,  # writable
     )
 
 

@@ -629,12 +629,12 @@ class _Batch:
         f: torch.Tensor = self._network(self._tables, *places, self._tensor(depths), hidden, log_q)
         return f
 
-    def _log_q(self, rounds: Int64Array, depths: Int64Array, tokens: Int64Array) -> Float32Array:
+    def _log_q(self, rounds: IntArray, depths: IntArray, tokens: IntArray) -> Float32Array:
         """The drafter's log-probabilities of candidates, found by their tokens; 0 for a token that is none."""
         shape = np.broadcast_shapes(rounds.shape, tokens.shape)
-        rounds, depths, tokens = (np.broadcast_to(array, shape) for array in (rounds, depths, tokens))
-        is_token = self._lessons.candidate_ids[rounds, depths] == tokens[..., None]
-        return np.where(is_token, self._lessons.log_probs[rounds, depths], np.float32(0.0)).sum(axis=-1)
+        rows = np.broadcast_to(rounds, shape), np.broadcast_to(depths, shape)
+        is_token = self._lessons.candidate_ids[rows] == np.broadcast_to(tokens, shape)[..., None]
+        return np.where(is_token, self._lessons.log_probs[rows], np.float32(0.0)).sum(axis=-1)
 
     def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -21,6 +21,7 @@ from storage import Provenance, TrajectoryStore, UnitKey
 NUM_WORDS = 24
 FIRST_WORD = 10
 DEPTH, WIDTH = 4, 4
+NUM_HIDDEN = 8
 LENGTH = 48  # output tokens of a sequence
 BUDGETS = (2, 4, 8, 12)
 _DATASET = {"target_fingerprint": "target-1", "tokenizer_sha256": "k-1"}
@@ -120,6 +121,13 @@ def _candidates(root: int, follows: np.ndarray, random: np.random.Generator) -> 
     return ids, log_probs
 
 
+def _hidden(words: list[int], at: int, random: np.random.Generator) -> np.ndarray:
+    """[D, H'] numbers that say whether the wanted word is an even one, in noise."""
+    hidden = random.normal(size=(DEPTH, NUM_HIDDEN))
+    hidden[:, 0] += [3.0 * (words[at + 1 + depth] % 2) for depth in range(DEPTH)]
+    return hidden.astype(np.float16).astype(np.float32)
+
+
 def _logits(parents: list[int], ids: np.ndarray, follows: np.ndarray) -> np.ndarray:
     rows = [
         np.where(ids[depth] == FIRST_WORD + follows[parent - FIRST_WORD], 6.0, 0.0)
@@ -153,6 +161,7 @@ def _decoded(
         candidate_log_probs=log_probs,
         conf=0.48,
         degen=float(random.random()),
+        hidden=_hidden(words, at, random),
         hist=0.0 if index == 0 else 2.0,
         budget=tree.num_nodes,
         tree_tokens=tree.tokens,
@@ -188,6 +197,7 @@ def _dense(
         conf=0.48,
         degen=0.0,
         hist=0.0,
+        hidden=_hidden(words, at, random),
         budget=0,
         tree_tokens=nothing,
         tree_parents=nothing,

@@ -23,7 +23,7 @@ from jobs.ray_head import RayHead
 from jobs.train import main
 from storage import TrajectoryStore
 from storage.registry import CHALLENGER, Registry
-from tests.jobs.learning_store import write_store
+from tests.jobs.learning_store import NUM_HIDDEN, write_store
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -96,6 +96,17 @@ def test_it_learns_registers_and_does_nothing_twice(
 
 
 @pytest.mark.slow
+def test_a_gated_scorer_decodes_without_the_projection(folder: Path, tmp_path: Path, tiny_llama: Target) -> None:
+    more = ["--gate-rank", "4", "--reliance", "--steps", "40", "--no-register"]
+    assert main(arguments(folder, tmp_path / "run", *more)) == 0
+    policy = GraftPolicy.load(tmp_path / "run" / "policy")
+    assert policy.tdes is not None and policy.tdes.config.reliance
+    assert (policy.tdes.config.gate_rank, policy.tdes.config.hidden_size) == (4, tiny_llama.hidden_size)
+    recorded = policy.replay_scorer(tiny_llama.embedding_weight, NUM_HIDDEN)
+    assert recorded.needs_hidden
+
+
+@pytest.mark.slow
 def test_mlflow_itself_can_score_edges(folder: Path, tmp_path: Path, tiny_config: TargetConfig) -> None:
     import mlflow.pyfunc
     import pandas as pd
@@ -110,51 +121,45 @@ def test_mlflow_itself_can_score_edges(folder: Path, tmp_path: Path, tiny_config
         model.predict(edges)
 
 
-def run_job(command: list[str], head: RayHead, kill: bool) -> str:
-    """Run the job on a cluster; `kill` ends its second worker after the first look, without warning."""
+def run_and_kill(command: list[str], head: RayHead) -> str:
+    """Run the job on a cluster, and end its second worker after the first look, without warning."""
     environment = head.environment({"RAY_ADDRESS": head.address, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
-    process = subprocess.Popen(
+    lines = []
+    victim, is_killed = 0, False
+    with subprocess.Popen(
         [sys.executable, str(REPOSITORY / "jobs" / "train.py"), *command],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    lines = []
-    victim = None
-    try:
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
             found = re.search(r"worker 1 of 2 is process (\d+)", line)
-            victim = int(found[1]) if found and victim is None else victim
-            if kill and victim is not None and re.search(r"step \d+ of", line):
+            victim = int(found[1]) if found else victim
+            if not is_killed and victim and re.search(r"step \d+ of", line):
                 os.kill(victim, signal.SIGKILL)
-                kill = False
-        assert process.wait(60) == 0, "".join(lines)
-    finally:
-        process.kill()
-    assert not kill, "".join(lines)
+                is_killed = True
+    assert process.returncode == 0 and is_killed, "".join(lines)
     return "".join(lines)
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_two_workers_one_of_them_killed_learn_what_one_learns(folder: Path, tmp_path: Path) -> None:
+def test_two_workers_one_of_them_killed_learn_what_one_process_learns(folder: Path, tmp_path: Path) -> None:
     more = ["--no-register", "--steps", "300", "--evaluate-every", "10", "--patience", "100"]
+    assert main(arguments(folder, tmp_path / "one", *more)) == 0
     with RayHead(num_cpus=2, environment={"RAY_worker_niceness": "0"}) as head:
-        runs = []
-        for num_workers in (1, 2):
-            out = tmp_path / f"run-{num_workers}"
-            command = arguments(folder, out, *more, "--workers", str(num_workers))
-            printed = run_job(command, head, kill=num_workers == 2)
-            assert ("resumed at step" in printed) == (num_workers == 2)
-            runs.append(out)
-    one, two = (load_file(next((run / "scorer").glob("state-*.safetensors"))) for run in runs)
+        printed = run_and_kill(arguments(folder, tmp_path / "two", *more, "--workers", "2"), head)
+    assert "resumed at step" in printed
+    one, two = (load_file(next((tmp_path / run / "scorer").glob("state-*.safetensors"))) for run in ("one", "two"))
     for name, tensor in one.items():
         if name.startswith("network."):
             torch.testing.assert_close(tensor, two[name], rtol=0.02, atol=0.02, msg=name)
-    looks = [json.loads((run / "scorer" / "state.json").read_text())["evaluations"] for run in runs]
+    looks = [
+        json.loads((tmp_path / run / "scorer" / "state.json").read_text())["evaluations"] for run in ("one", "two")
+    ]
     assert [look[0] for look in looks[0]] == [look[0] for look in looks[1]]
     assert all(abs(ours[2] - theirs[2]) < 5e-3 for ours, theirs in zip(*looks, strict=True))
 
@@ -171,7 +176,7 @@ def test_two_workers_one_of_them_killed_learn_what_one_learns(folder: Path, tmp_
         (["--workers", "-1"], "workers is -1"),
         (["--max-budget", "5000"], "max-budget is 5000"),
         (["--learning-rate", "0"], "learning_rate must be above 0"),
-        (["--gate-rank", "8"], "hidden states"),
+        (["--gate-rank", "-1"], "gate-rank is -1"),
         (["--out", "/dev/null/run"], "the folder of the run /dev/null/run cannot be made (Not a directory)"),
         (["--tracking-uri", "http://127.0.0.1:9"], "the registry http://127.0.0.1:9 cannot be reached"),
         (["--config", "/no/such/target.yaml"], "/no/such/target.yaml"),

@@ -11,7 +11,7 @@ import pytest
 from graft_dist.errors import StoreError
 from graft_dist.rounds import RoundRecord
 from storage import TrajectoryStore, UnitKey, connect
-from storage.learning_rounds import Source, recorded_sequences, round_records, source_of, timed_rounds
+from storage.learning_rounds import RoundShape, Source, recorded_sequences, round_records, source_of, timed_rounds
 from tests.storage.records import DATASET, PROVENANCE, commit_replayable, make_round, make_sequence
 
 
@@ -32,18 +32,18 @@ def test_where_rounds_come_from(root: Path, tmp_path: Path) -> None:
 
 def test_sequences_and_their_rounds(root: Path) -> None:
     with connect(root, threads=1) as connection:
-        sequences = recorded_sequences(connection, "tiny", "d-1", (2, 3))
+        sequences = recorded_sequences(connection, "tiny", "d-1", RoundShape(2, 3))
         assert [(each.sequence_id, each.num_decoded, each.num_dense) for each in sequences] == [
             ("chat-1", 1, 0), ("code-1", 2, 1), ("gone-1", 1, 0), ("gone-2", 1, 0),
         ]  # fmt: skip
         assert sequences[1].prompt_token_ids == tuple(range(10)) and sequences[1].task == "code"
-        assert recorded_sequences(connection, "tiny", "d-2", (2, 3)) == []
-        assert recorded_sequences(connection, "tiny", "d-1", (2, 4)) == []
-        found = list(round_records(connection, sequences[:2], (2, 3)))
+        assert recorded_sequences(connection, "tiny", "d-2", RoundShape(2, 3)) == []
+        assert recorded_sequences(connection, "tiny", "d-1", RoundShape(2, 4)) == []
+        found = list(round_records(connection, sequences[:2], RoundShape(2, 3)))
         assert [sequence.sequence_id for sequence, _ in found] == ["chat-1", "code-1"]
         assert [(each.kind, each.round_index) for each in found[1][1]] == [("decoded", 0), ("decoded", 2), ("dense", 1)]
         with pytest.raises(StoreError, match="the store has changed"):
-            list(round_records(connection, [replace(sequences[0], num_decoded=2)], (2, 3)))
+            list(round_records(connection, [replace(sequences[0], num_decoded=2)], RoundShape(2, 3)))
 
 
 def test_records_are_what_was_written(tmp_path: Path) -> None:
@@ -54,7 +54,9 @@ def test_records_are_what_was_written(tmp_path: Path) -> None:
     key = UnitKey(unit_id="u", attempt="a", run_id="run")
     store.commit(store.write_unit(key, PROVENANCE, [make_sequence("s", 2)], written), "run", turn)
     with connect(tmp_path, threads=1) as connection:
-        ((_, read),) = round_records(connection, recorded_sequences(connection, "tiny", "d-1", (2, 3)), (2, 3))
+        ((_, read),) = round_records(
+            connection, recorded_sequences(connection, "tiny", "d-1", RoundShape(2, 3)), RoundShape(2, 3)
+        )
     for ours, theirs in zip(read, written, strict=True):
         for field in fields(RoundRecord):
             assert np.array_equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
