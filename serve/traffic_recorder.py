@@ -18,6 +18,7 @@ import random
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,12 +55,12 @@ def policy_name(active: ActivePolicy, method: str | None) -> PolicyName:
 
 @dataclass(frozen=True)
 class RecorderCounts:
-    """Sequences since the replica started; offered = recorded + dropped + pending."""
+    """Sequences since the replica started; every one that was offered is recorded, dropped or pending."""
 
     offered: int
     recorded: int
-    dropped: int
     pending: int
+    dropped: dict[str, int]  # by reason: see `TrafficRecorder`
 
 
 class RecordedSequence:
@@ -167,7 +168,8 @@ class TrafficRecorder:
         self._last_request, self._is_wanted = "", False  # decode thread only
         self._queue: queue.SimpleQueue[RecordedSequence | None] = queue.SimpleQueue()  # None: write what there is
         self._lock = threading.Lock()  # of the counters; never held during input or output
-        self._offered = self._recorded = self._dropped = self._pending = self._pending_bytes = 0
+        self._offered = self._recorded = self._pending = self._pending_bytes = 0
+        self._dropped: Counter[str] = Counter()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="traffic-recorder", daemon=True)
         self._thread.start()
@@ -204,7 +206,7 @@ class TrafficRecorder:
                 self._pending += 1
                 self._pending_bytes += sequence.num_bytes
             else:
-                self._dropped += 1
+                self._dropped[reason] += 1
         if reason is None:
             self._queue.put(sequence)
         else:
@@ -214,7 +216,7 @@ class TrafficRecorder:
     def counts(self) -> RecorderCounts:
         """What became of the sequences so far."""
         with self._lock:
-            return RecorderCounts(self._offered, self._recorded, self._dropped, self._pending)
+            return RecorderCounts(self._offered, self._recorded, self._pending, dict(self._dropped))
 
     @property
     def pending_mb(self) -> float:
@@ -269,7 +271,9 @@ class TrafficRecorder:
         self._settle(batch, is_recorded=True)
         self._on_recorded(len(batch))
         if self._is_failing:
-            logger.warning("traffic is recorded again; %d sequences were dropped so far", self.counts.dropped)
+            logger.warning(
+                "traffic is recorded again; %d sequences were dropped so far", sum(self.counts.dropped.values())
+            )
         self._is_failing = False
 
     def _settle(self, batch: Sequence[RecordedSequence], *, is_recorded: bool) -> None:
@@ -279,7 +283,7 @@ class TrafficRecorder:
             if is_recorded:
                 self._recorded += len(batch)
             else:
-                self._dropped += len(batch)
+                self._dropped["store"] += len(batch)
 
     def _commit(self, batch: Sequence[RecordedSequence]) -> None:
         if self._seq is None:

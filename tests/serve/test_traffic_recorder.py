@@ -75,7 +75,7 @@ def test_a_full_unit_is_committed_and_marked(make: Callable[..., TrafficRecorder
     decode(recorder, "a")
     decode(recorder, "b")
     until(lambda: recorder.counts.recorded == 2)
-    assert recorder.counts == RecorderCounts(offered=2, recorded=2, dropped=0, pending=0)
+    assert recorder.counts == RecorderCounts(offered=2, recorded=2, pending=0, dropped={})
     columns = "source, task, policy, policy_fingerprint, prompt_id, seed, finish_reason, output_token_ids"
     found = run_query(recorder.settings.store, f"SELECT {columns} FROM sequences ORDER BY prompt_id").to_pylist()
     assert [row["prompt_id"] for row in found] == ["req-a", "req-b"]
@@ -100,7 +100,7 @@ def test_closing_writes_the_rest_in_a_unit_per_method(make: Callable[..., Traffi
         ("graft", "p-7", 2), ("plain", None, 1),
     ]  # fmt: skip
     decode(recorder, "d")  # nobody would write it any more
-    assert recorder.counts.dropped == 1
+    assert recorder.counts.dropped == {"full": 1}
 
 
 def test_a_smaller_unit_is_written_when_it_has_waited_long_enough(make: Callable[..., TrafficRecorder]) -> None:
@@ -130,7 +130,7 @@ def test_an_unwritable_store_only_counts_drops_and_a_mended_one_is_used(
     decode(recorder, "a")
     decode(recorder, "b")
     until(lambda: len(dropped) == 2)
-    assert dropped == [(1, "store"), (1, "store")] and recorder.counts.dropped == 2
+    assert dropped == [(1, "store"), (1, "store")] and recorder.counts.dropped == {"store": 2}
     assert sum("not recorded until" in message for message in caplog.messages) == 1
     (tmp_path / "store").unlink()
     decode(recorder, "c")
@@ -156,7 +156,7 @@ def test_another_models_store_is_left_alone(make: Callable[..., TrafficRecorder]
     TrajectoryStore(tmp_path / "store").begin("job", "tiny", {**DATASET, "tokenizer_sha256": "another"})
     recorder = make(unit_sequences=1)
     decode(recorder, "a")
-    until(lambda: recorder.counts.dropped == 1)
+    until(lambda: recorder.counts.dropped == {"store": 1})
     with connect(tmp_path / "store") as connection:
         assert connection.sql("SELECT count(*) FROM sequences").fetchall() == [(0,)]
 
@@ -179,7 +179,7 @@ def test_a_hanging_store_fills_the_buffer_and_never_stops_the_decoder(
     assert is_reached.wait(60)
     for name in "bcde":  # what is being written counts as well, so that memory is bounded whatever the store does
         decode(recorder, name)
-    assert dropped == [(1, "full"), (1, "full")] and recorder.counts == RecorderCounts(5, 0, 2, 3)
+    assert dropped == [(1, "full"), (1, "full")] and recorder.counts == RecorderCounts(5, 0, 3, {"full": 2})
     recorder.close(timeout_s=0.01)  # returns although its thread hangs
     is_mended.set()
     until(lambda: recorder.counts.recorded == 3)
@@ -203,7 +203,7 @@ def test_what_cannot_be_labelled_truly_is_dropped(make: Callable[..., TrafficRec
     assert dropped == [(1, "policy"), (1, "rounds")]
     recorder.added(submission("left"))
     recorder.stepped(report(SequenceEvent("left", [], "", None, "abort", summary=SUMMARY)))  # nothing to learn from
-    assert recorder.counts == RecorderCounts(offered=2, recorded=0, dropped=2, pending=0)
+    assert recorder.counts == RecorderCounts(offered=2, recorded=0, pending=0, dropped={"policy": 1, "rounds": 1})
 
 
 def test_the_share_is_of_requests_with_all_their_sequences() -> None:
@@ -244,7 +244,7 @@ def test_what_an_engine_decodes_is_recorded_whole(make: Callable[..., TrafficRec
         if num_ended == 2:
             engine.abort("aborted")
     recorder.close(timeout_s=60)
-    assert recorder.counts == RecorderCounts(3, 3, 0, 0)
+    assert recorder.counts == RecorderCounts(3, 3, 0, {})
     sql = """
         SELECT s.sequence_id, s.finish_reason, s.seed, len(s.output_token_ids) - 1 AS decoded,
             sum(r.num_tokens)::BIGINT AS in_rounds
