@@ -1,31 +1,43 @@
-"""Time what learned scores and budgets add to a round: scorer, tree, budget and mask, one sequence, no model.
+"""Time what learned scores and budgets add to a round: scorer, tree, state, budget and mask, one sequence, no model.
 
-    python bench/overhead.py [--depth 15] [--candidates 16] [--threads 2]
+    python bench/overhead.py [--depth 15] [--candidates 16] [--threads 2] [--rounds 500] [--out FILE.json]
 
 Weights, embeddings and drafts are random: the time does not depend on what was learned. Medians in microseconds, one
-row for each variant of the scorer and cap of the tree.
+row for each variant of the scorer and cap of the tree; the aim is 500 for a tree of 64 nodes. `--out` keeps every
+round's times with the machine they were taken on. On a machine that does anything else the numbers mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":  # run as a file: the folder on the path is bench/, the packages are beside it
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
 
-from graft_dist.budget import AcceptanceGain, DraftState, UtilityBudget
+from graft_dist.budget import AcceptanceGain, DraftState, StateCalibration, UtilityBudget, confidences, degenerations
 from graft_dist.cost_curve import CostCurve
 from graft_dist.draft_tree import ancestor_mask, build_tree
 from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, Reading, TdesConfig, TdesNetwork, TdesScorer
+from jobs.provenance import provenance
 
 VOCAB_SIZE, EMBEDDING_SIZE, GATE_RANK = 49152, 576, 32
 CURVE = CostCurve((0, 1, 8, 16, 32, 64), (46.0, 56.0, 60.0, 64.0, 87.0, 116.0), "an example")
-STATE = DraftState(0.5, 0.1, 2.0, context_length=100, max_budget=4096, sequence_key=1, round_index=3)
-ROUNDS, WARM_UP = 500, 50
+GAIN = AcceptanceGain(
+    StateCalibration((0.5, 0.1, 0.1), tuple(np.linspace(-9, 0, 48)), tuple(np.linspace(0.01, 0.9, 48)))
+)
+CAPS = (64, 256)
+STAGES = ("score", "tree", "state", "budget", "mask", "all")
+WARM_UP = 50
 
 
 @dataclass(frozen=True)
@@ -55,24 +67,27 @@ def tdes_scorer(depth: int, gate_rank: int, reading: Reading, reliance: bool = F
     return TdesScorer(network, embeddings, reading)
 
 
-def stages_us(scorer: EdgeScorer, draft: Draft, max_budget: int) -> list[float]:
-    """Median microseconds of (score, tree, budget, mask, all four)."""
-    policy = UtilityBudget(AcceptanceGain(), CURVE, max_budget)
+def stages_us(scorer: EdgeScorer, draft: Draft, max_budget: int, num_rounds: int) -> np.ndarray:
+    """Microseconds of each of `STAGES`, [rounds, 6]; the first rounds are dropped."""
+    policy = UtilityBudget(GAIN, CURVE, max_budget, "price")
     roots = np.zeros(1, np.int64)
-    spent = np.zeros((ROUNDS, 5))
+    spent = np.zeros((WARM_UP + num_rounds, len(STAGES)))
     for row in spent:
         start = time.perf_counter_ns()
         scores = scorer.score(roots, draft.candidate_ids, draft.log_probs, draft.hidden)
         scored = time.perf_counter_ns()
         tree = build_tree(0, draft.candidate_ids[0], scores[0], max_budget)
         built = time.perf_counter_ns()
-        policy.limits([STATE])
-        budget = policy.choose([tree], [STATE])[0]
+        conf, degen = float(confidences(draft.log_probs)[0]), float(degenerations(draft.hidden)[0])
+        state = DraftState(conf, degen, 2.0, context_length=100, max_budget=4096, sequence_key=1, round_index=3)
+        known = time.perf_counter_ns()
+        policy.limits([state])
+        budget = policy.choose([tree], [state])[0]
         chosen = time.perf_counter_ns()
         ancestor_mask(tree.take(budget).parents)
         end = time.perf_counter_ns()
-        row[:] = np.array([scored - start, built - scored, chosen - built, end - chosen, end - start]) / 1000
-    return np.median(spent[WARM_UP:], axis=0).tolist()
+        row[:] = [*np.diff([start, scored, built, known, chosen, end]).tolist(), end - start]
+    return spent[WARM_UP:] / 1000
 
 
 def variants(depth: int) -> dict[str, EdgeScorer]:
@@ -90,19 +105,27 @@ def arguments(words: Sequence[str] | None = None) -> Any:
     parser.add_argument("--depth", type=int, default=15)
     parser.add_argument("--candidates", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=500)
+    parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
 
 
-def main() -> None:
-    chosen = arguments()
+def main(words: Sequence[str] | None = None) -> None:
+    chosen = arguments(words)
     torch.set_num_threads(chosen.threads)
     torch.manual_seed(0)
     draft = random_draft(chosen.depth, chosen.candidates)
     print(f"depth {chosen.depth}, {chosen.candidates} candidates, {chosen.threads} threads; microseconds, median")
-    print(f"{'scorer':18}{'cap':>5}{'score':>8}{'tree':>8}{'budget':>8}{'mask':>8}{'all':>8}")
+    print(f"{'scorer':20}{'cap':>5}" + "".join(f"{stage:>8}" for stage in STAGES))
+    rows = []
     for name, scorer in variants(chosen.depth).items():
-        for max_budget in (64, 256):
-            print(f"{name:18}{max_budget:5}" + "".join(f"{us:8.0f}" for us in stages_us(scorer, draft, max_budget)))
+        for cap in CAPS:
+            spent = stages_us(scorer, draft, cap, chosen.rounds)
+            print(f"{name:20}{cap:5}" + "".join(f"{us:8.0f}" for us in np.median(spent, axis=0)))
+            rows.append({"scorer": name, "cap": cap, "stages": STAGES, "microseconds": spent.round(1).tolist()})
+    if chosen.out is not None:
+        settings = {"depth": chosen.depth, "candidates": chosen.candidates, "threads": chosen.threads}
+        chosen.out.write_text(json.dumps({"settings": settings, **provenance(), "rows": rows}) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -376,6 +376,12 @@ def joint_budgets(
 
     A slot's nodes keep their order: a node that brings more than one before it waits for that one.
     """
+    if len(marginals) == 1:  # nothing to merge; this runs in every round of a single sequence
+        gains = np.ones(len(marginals[0]) + 1)
+        gains[1:] += np.cumsum(marginals[0])
+        spent = costs[: len(gains)]
+        best = int(np.argmax(gains / spent if price is None else gains - price * spent))
+        return [best], float(gains[best])
     sizes = [len(own) for own in marginals]
     keys = np.concatenate([np.minimum.accumulate(own) for own in marginals])
     order = np.argsort(-keys, kind="stable")
@@ -427,7 +433,9 @@ def degenerations(hidden: torch.Tensor) -> npt.NDArray[np.float64]:
     if hidden.shape[1] < 2:
         return np.zeros(hidden.shape[0])
     states = hidden.float()
-    cosines = torch.nn.functional.cosine_similarity(states[:, :-1], states[:, 1:], dim=-1)
+    norms = states.square().sum(dim=-1).sqrt().clamp_min(1e-8)
+    # torch's own cosine_similarity takes several times as long for so few rows.
+    cosines = (states[:, :-1] * states[:, 1:]).sum(dim=-1) / (norms[:, :-1] * norms[:, 1:])
     return (cosines.mean(dim=1) + cosines[:, -1] - cosines[:, 0]).double().cpu().numpy()
 
 

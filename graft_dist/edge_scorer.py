@@ -258,8 +258,10 @@ class TdesScorer:
             self._offset = scale * float(network.offset)
             self._reliance = network.reliance.float().cpu().numpy()
             self._parent_reliance = network.parent_reliance.float().cpu().numpy()
+            gate_hidden = (scale / config.hidden_rms * network.gate_hidden.T).float().contiguous()
             # On the device of the embeddings, where the drafter's hidden states are too.
-            self._gate_hidden = (scale / config.hidden_rms * network.gate_hidden.T).float().to(embeddings.device)
+            self._gate_hidden = gate_hidden.to(embeddings.device)
+            self._gate_weights = gate_hidden.cpu().numpy()
 
     def score(
         self,
@@ -296,10 +298,15 @@ class TdesScorer:
 
     def _add_gate(self, scores: Float32Array, parents: Int32Array, children: Int32Array, hidden: torch.Tensor) -> None:
         """Write s * <A(e_p) * H(h_d), B(e_c)> of every edge into `scores` [S, D, K, K]."""
-        state = (hidden.float() @ self._gate_hidden).cpu().numpy()[:, :, None, :]
-        left = self._gate_parent[parents].astype(np.float32) * state
-        right = self._gate_child[children].astype(np.float32)
-        np.matmul(left, right.swapaxes(2, 3), out=scores)
+        if hidden.device.type == "cpu":
+            # In one thread: waking torch's other threads for so little costs more than it saves, and far more on a
+            # busy machine.
+            state = _project(np.ascontiguousarray(hidden.float().numpy()), self._gate_weights)
+        else:
+            state = (hidden.float() @ self._gate_hidden).cpu().numpy()
+        _fill_gate(
+            self._gate_parent[parents].astype(np.float32), self._gate_child[children].astype(np.float32), state, scores
+        )
 
     def _add_reliance(self, scores: Float32Array, log_probs: Float32Array) -> None:
         """Add (r_d + t_d log q_{d-1}(p)) log q_d(c) of every edge to `scores` [S, D, K, K]."""
@@ -377,6 +384,39 @@ def _vocabulary_tables(network: TdesNetwork, embeddings: torch.Tensor) -> tuple[
         columns = (tables.parent, tables.child, tables.gate_parent, tables.gate_child)
         parts.append(tuple(column.half().cpu() for column in columns))
     return tuple(torch.cat(column).numpy() for column in zip(*parts, strict=True))
+
+
+@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+def _project(hidden: Float32Array, weights: Float32Array) -> Float32Array:
+    """Return hidden [S, D, H] @ weights [H, R], as float32 [S, D, R]."""
+    num_slots, depth, size = hidden.shape
+    rank = weights.shape[1]
+    projected = np.zeros((num_slots, depth, rank), np.float32)
+    for slot in range(num_slots):
+        for at in range(depth):
+            row = projected[slot, at]
+            for unit in range(size):
+                value = hidden[slot, at, unit]
+                for place in range(rank):
+                    row[place] += value * weights[unit, place]
+    return projected
+
+
+@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+def _fill_gate(parents: Float32Array, children: Float32Array, state: Float32Array, scores: Float32Array) -> None:
+    """Fill `scores` [S, D, K, K] with the sum over r of parents [S, D, K, R] * state [S, D, R] * children."""
+    num_slots, depth, num_candidates, rank = children.shape
+    left = np.empty(rank, np.float32)
+    for slot in range(num_slots):
+        for at in range(depth):
+            for parent in range(1 if at == 0 else num_candidates):
+                for place in range(rank):
+                    left[place] = parents[slot, at, parent, place] * state[slot, at, place]
+                for child in range(num_candidates):
+                    total = np.float32(0.0)
+                    for place in range(rank):
+                        total += left[place] * children[slot, at, child, place]
+                    scores[slot, at, parent, child] = total
 
 
 @njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
