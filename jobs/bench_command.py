@@ -37,6 +37,7 @@ from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from jobs.bench_folder import BenchFolder
 from jobs.generate_command import new_maker, report_failures, to_requests
+from jobs.out_file import make_out_folder
 from jobs.policy_option import Learned
 from jobs.provenance import commit, machine, provenance, public_config
 
@@ -58,6 +59,7 @@ def run_bench(  # noqa: PLR0913 - each argument is one option of the command
         raise PolicyError(
             f"the method {TRANSFORMERS} is transformers' greedy generate: leave it out above temperature 0"
         )
+    make_out_folder(out)  # said before the models take their time to load
     target, drafter = load_decoder(config, *methods)
     maker = new_maker(config, target, drafter, learned)
     arms = arms_for(methods, budgets, drafter.draft_depth if drafter else 0, caps_of(learned))

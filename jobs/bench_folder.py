@@ -19,7 +19,7 @@ from typing import Any
 
 from graft_dist.bench import Arm, Measurement, OutputRow, RawRow, SummaryRow, render_markdown, summarise
 from graft_dist.errors import GraftError
-from jobs.out_file import to_json, write_aside
+from jobs.out_file import make_out_folder, to_json, write_aside
 
 
 class BenchFolder:
@@ -36,9 +36,7 @@ class BenchFolder:
 
         Raises `GraftError` when the folder holds a run with other settings.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise GraftError(f"--out is {self.path}, which is a file: name a folder")
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_out_folder(self.path)
         settings = json.loads(json.dumps(settings))
         earlier = self._read_run()
         if earlier is None:

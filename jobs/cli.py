@@ -120,7 +120,9 @@ PresencePenalty = Annotated[float, typer.Option(help="Subtracted from the logits
 FrequencyPenalty = Annotated[float, typer.Option(help="Subtracted once per time that a token is in the answer.")]
 Seed = Annotated[int, typer.Option(help="Above temperature 0: same seed, same text, whatever the method.")]
 Slots = Annotated[int, typer.Option(min=1, help="Prompts decoded together.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; the default is the config's, then PyTorch's.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="CPU threads; default: the config's, then PyTorch's.")
+]
 Dtype = Annotated[DtypeName | None, typer.Option(help="Number format instead of the config's.")]
 Device = Annotated[DeviceName | None, typer.Option(help="Device instead of the config's.")]
 Drafter = Annotated[str | None, typer.Option(help="Drafter instead of the config's: a folder or a Hugging Face id.")]
@@ -731,6 +733,10 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        # In the middle of the work, such as a disk that is full; what can be known before is a GraftError.
+        print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,28 @@ def check_out_file(path: Path) -> None:
         raise GraftError(f"--out is {path}, but there is no folder {folder}")
     if path.is_dir():
         raise GraftError(f"--out is {path}, which is a folder: name a file")
+    if path.exists() and not path.is_file():
+        raise GraftError(f"--out is {path}, which is a device and would be replaced: name a file")
+    _check_writable(folder, path)
+
+
+def make_out_folder(path: Path) -> None:
+    """Make the folder `path`, or find it there. Raises `GraftError` if no file can be written in it."""
+    if path.exists() and not path.is_dir():
+        raise GraftError(f"--out is {path}, which is a file: name a folder")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GraftError(f"--out is {path}, but that folder cannot be made ({error.strerror})") from error
+    _check_writable(path, path)
+
+
+def _check_writable(folder: Path, out: Path) -> None:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"graft")
+    except OSError as error:
+        raise GraftError(f"--out is {out}, but nothing can be written there ({error.strerror})") from error
 
 
 def to_json(value: Any) -> str:

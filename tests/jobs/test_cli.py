@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from graft_dist.generate import Answer, Request
 from graft_dist.policy import GraftPolicy
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
-from jobs import audit_command, cli
+from jobs import audit_command, cli, generate_command
 from jobs.out_file import write_aside
 from storage import TrajectoryStore
 from tests.graft_dist.policies import make_policy, random_network
@@ -174,6 +175,13 @@ ERRORS = [
      "--tracking-uri"),
     (["bench-serve", "--prompts", "{p}/prompts.jsonl", "--out", "{p}/l", "--soak", "1", "--dashboard",
       "http://127.0.0.1:9"], "no Ray dashboard"),
+    (["bench", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--out", "{p}/tiny.yaml/b"], "be made"),
+    (["bench", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--out", "/proc/b"], "cannot be made"),
+    (["audit", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--out", "/proc/x"], "nothing can be"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--out", "/proc/x.jsonl"], "nothing can be written"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--out", "/dev/null"], "is a device"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--threads", "100000"], "--threads"),
+    (["generate", "--config", "{p}/tiny.yaml", "--prompts", "{p}"], "cannot be read"),
     (["query", "--store", "{p}/no-store", "runs"], "no trajectory store"),
     (["query", "--store", "{p}/no-store", "runs", "--format", "xml"], "--format"),
     (["policies", "--tracking-uri", "http://127.0.0.1:9"], "the registry http://127.0.0.1:9 cannot be reached"),
@@ -238,6 +246,18 @@ def test_generate_writes_rows_in_prompt_order_and_reports_what_failed(
         cli.run(["generate", "--config", f"{project}/tiny.yaml", "--prompts", f"{project}/long.jsonl", *options]) == 1
     )
     assert "leaves no room" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_in_the_middle_is_one_sentence(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(generate_command, "write_aside", fail)
+    fixed = ["generate", "--config", f"{project}/tiny.yaml", "--prompts", f"{project}/prompts.jsonl"]
+    assert cli.run([*fixed, "--max-new-tokens", "2", "--limit", "1", "--out", f"{tmp_path}/x.jsonl"]) == 1
+    assert "graft: [Errno 28] No space left on device" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_audit_passes_in_float32_and_writes_its_report(
