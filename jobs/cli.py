@@ -527,13 +527,16 @@ def schedule_submit(
     config: Config,
     address: Address = None,
     working_dir: WorkingDir = None,
+    entrypoint: Annotated[
+        str | None, typer.Option(help="Command line of the job instead of the schedule's; {config} is --config.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the job to its end; exit 1 if it fails.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the job.")] = 15.0,
 ) -> None:
     """Submit the job of the tick that came last, unless somebody has: for cron, systemd or Kubernetes."""
     from jobs.schedule_command import submit
 
-    raise typer.Exit(submit(config, address, working_dir, wait, interval))
+    raise typer.Exit(submit(config, address, working_dir, entrypoint, wait, interval))
 
 
 @app.command()

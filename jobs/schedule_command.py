@@ -8,13 +8,17 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from pydantic import ValidationError
+
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError
+from graft_dist.schedule import Schedule
 from jobs.cluster import dashboard_address
 from jobs.job_queue import JobQueue, JobState, QueueUnavailable
 from jobs.schedule import ScheduledTarget, Scheduler, outcome, submit_once
@@ -35,6 +39,15 @@ def scheduled_targets(configs: Sequence[str]) -> list[ScheduledTarget]:
             raise ConfigError(f"{config} and {found[settings.slug].config} are the same target, {settings.slug}")
         found[settings.slug] = ScheduledTarget(settings.slug, config, settings.schedule)
     return list(found.values())
+
+
+def with_entrypoint(schedule: Schedule, entrypoint: str) -> Schedule:
+    """The schedule with another command line, which has to keep the same rules."""
+    try:
+        return Schedule.model_validate(schedule.model_dump() | {"entrypoint": entrypoint})
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]["ctx"]["error"]
+        raise ConfigError(f"--entrypoint is {entrypoint!r}, {reason}") from error
 
 
 def run_schedule(
@@ -87,9 +100,13 @@ def show_status(configs: Sequence[str], state: Path, last: int, form: str) -> No
             print("  nothing yet")
 
 
-def submit(config: str, address: str | None, working_dir: str | None, wait: bool, interval_s: float) -> int:
+def submit(
+    config: str, address: str | None, working_dir: str | None, entrypoint: str | None, wait: bool, interval_s: float
+) -> int:
     """Submit the last tick's job, and with `wait` follow it; 0 unless it failed."""
     (target,) = scheduled_targets([config])
+    if entrypoint is not None:
+        target = replace(target, schedule=with_entrypoint(target.schedule, entrypoint))
     queue = _ray_jobs(address, working_dir)
     done = submit_once(target, queue, datetime.now(UTC))
     _say(done.message)

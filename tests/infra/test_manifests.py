@@ -19,6 +19,7 @@ import yaml
 import graft_dist
 from graft_dist.config import load_config
 from graft_dist.schedule import Schedule
+from jobs.schedule_command import with_entrypoint
 from tests.infra import kuberay_schema
 from tests.infra.kustomize import Manifest, build, containers, documents, pods
 
@@ -243,11 +244,11 @@ def test_the_cron_job_submits_at_the_targets_own_schedule(target: str) -> None:
     assert spec["concurrencyPolicy"] == "Forbid"
     assert spec["startingDeadlineSeconds"] <= schedule.max_lateness_minutes * 60
     (container,) = containers(spec)
-    arguments = container["args"]
-    assert container["command"] == ["graft"] and arguments[:2] == ["schedule", "submit"] and "--wait" in arguments
-    assert load_config(ROOT / arguments[arguments.index("--config") + 1]) == load_config(target)
-    cluster = of_kind(target, "RayCluster")["metadata"]["name"]
-    assert arguments[arguments.index("--address") + 1] == f"http://{cluster}-head-svc:8265"
+    assert container["command"] == ["graft"] and container["args"][:3] == ["schedule", "submit", "--wait"]
+    options = dict(argument.split("=", 1) for argument in container["args"][3:])
+    assert load_config(ROOT / options["--config"]) == load_config(target)
+    assert options["--address"] == f"http://{of_kind(target, 'RayCluster')['metadata']['name']}-head-svc:8265"
+    assert with_entrypoint(schedule, options["--entrypoint"]).cron == schedule.cron
 
 
 def serve_config(target: str) -> dict[str, Any]:
@@ -304,13 +305,18 @@ def test_entry_points_know_their_options(target: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_scheduled_entry_point_knows_its_options(target: str) -> None:
+def test_the_scheduled_entry_points_know_their_options(target: str) -> None:
     schedule = load_config(target).schedule
     assert schedule is not None
-    words = shlex.split(schedule.command(f"targets/{target}.yaml"))
-    if not (ROOT / words[1]).exists():
-        pytest.skip(f"{words[1]} is not there yet")
-    assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--[a-z][a-z-]*", help_of(words[1])))
+    (container,) = containers(of_kind(target, "CronJob"))
+    options = dict(argument.split("=", 1) for argument in container["args"][3:])
+    in_cluster = with_entrypoint(schedule, options["--entrypoint"])
+    for one in (schedule, in_cluster):
+        words = shlex.split(one.command(options["--config"]))
+        if not (ROOT / words[1]).exists():
+            pytest.skip(f"{words[1]} is not there yet")
+        known = set(re.findall(r"--[a-z][a-z-]*", help_of(words[1])))
+        assert {word for word in words if word.startswith("--")} - known == set()
 
 
 def test_network_policies_close_what_they_do_not_open() -> None:

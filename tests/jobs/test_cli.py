@@ -48,7 +48,7 @@ SURFACE = {
     "serve": "--config --host --port --replicas --policy --methods --threads --address --api-keys-file",
     "schedule run": "--config --address --working-dir --state --interval",
     "schedule status": "--config --state --last --format",
-    "schedule submit": "--config --address --working-dir --wait --interval",
+    "schedule submit": "--config --address --working-dir --entrypoint --wait --interval",
     "store compact": "--store --orphan-age-hours",
     "store export": "--store --dest",
     "store forget": "--store --before --target --run",

@@ -14,7 +14,7 @@ from graft_dist.schedule import Schedule
 from jobs import cli
 from jobs.job_queue import JobState, QueueUnavailable
 from jobs.schedule import ScheduledTarget, Scheduler, submit_once
-from jobs.schedule_command import follow, scheduled_targets
+from jobs.schedule_command import follow, scheduled_targets, with_entrypoint
 from jobs.schedule_state import ScheduleState, Status
 from tests.jobs.fake_queue import FakeQueue
 
@@ -271,7 +271,7 @@ def test_spring_and_autumn_each_night_has_one_run(tmp_path: Path) -> None:
     ):
         bench.queue.log.clear()
         bench.state.write(watermark=at(start), target="tiny")
-        for minutes in range(0, 3 * 24 * 60, 5):
+        for minutes in range(0, 3 * 24 * 60, 15):
             bench._scheduler.step(at(start) + timedelta(minutes=minutes))
             for submission_id in bench.queue.ids:
                 bench.queue.end(submission_id)
@@ -321,6 +321,12 @@ def test_following_ends_with_the_job(capsys: pytest.CaptureFixture[str]) -> None
     queue.is_away = True
     assert follow(queue, "a", lambda _: None, 1.0) == 1
     assert "cannot be followed any longer" in capsys.readouterr().out
+
+
+def test_another_entry_point_keeps_the_rest_of_the_schedule() -> None:
+    other = with_entrypoint(HOURLY.schedule, "python jobs/retrain.py --config {config} --store /data")
+    assert other.command("x.yaml") == "python jobs/retrain.py --config x.yaml --store /data"
+    assert (other.cron, other.max_lateness) == (HOURLY.schedule.cron, HOURLY.schedule.max_lateness)
 
 
 @pytest.fixture
@@ -385,6 +391,7 @@ def test_a_file_of_another_kind_or_version_is_refused(tmp_path: Path) -> None:
         (["run", "--config", "{c}", "--working-dir", "/no/where"], "no such folder"),
         (["status", "--config", "{c}", "--state", "/no/where.sqlite"], "no such file"),
         (["submit", "--config", "nowhere.yaml"], "no such file"),
+        (["submit", "--config", "{c}", "--entrypoint", "rm -rf data"], "--entrypoint is 'rm -rf data', allowed is"),
     ],
 )
 def test_mistakes_are_one_sentence(
