@@ -90,6 +90,7 @@ def _start_ray(stack: ExitStack) -> str:
     # Replicas import what this process imports, also from a checkout that is not installed.
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    environment["RAY_worker_niceness"] = "0"  # Ray's default is the lowest priority, which is not for a server
     return stack.enter_context(RayHead(num_cpus=num_cpus, environment=environment)).dashboard_url
 
 

@@ -86,14 +86,13 @@ class Service:
         self.target: Target
         self.drafter: DFlashDrafter
         self.max_length: int
+        self._source: PolicySource
         self.decode.start()
         # An own copy, used by one thread: tokenizers are not made for several threads at once.
         self._tokenizer = copy.deepcopy(self.target.tokenizer)
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-tokenize")
         self.token_texts = TokenTexts(copy.deepcopy(self.target.tokenizer))
         self._pieces = Pieces(copy.deepcopy(self.target.tokenizer))  # the event loop's
-        max_budget = None if config.memory_limit_gb is None else max(config.budget, *config.budgets)
-        self._source = PolicySource(config, self.target, self.drafter, args.methods, max_budget)
         self._recorder: TrafficRecorder | None = None
         if args.record_traffic is not None:
             self._recorder = self._make_recorder(args.record_traffic)
@@ -110,7 +109,9 @@ class Service:
         self.drafter = drafter
         engine = new_engine(self.config, self.target, drafter, plain(), max_slots=self.args.max_slots)
         self.max_length = engine.max_length
-        return engine, ActivePolicy("plain", None, None, plain())
+        max_budget = None if self.config.memory_limit_gb is None else max(self.config.budget, *self.config.budgets)
+        self._source = PolicySource(self.config, self.target, drafter, self.args.methods, max_budget)
+        return engine, self._source.unsaved(plain())
 
     def _make_recorder(self, settings: TrafficRecording) -> TrafficRecorder:
         made_by = Provenance(

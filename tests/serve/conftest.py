@@ -60,15 +60,16 @@ def save_reciting_model(folder: Path) -> Path:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
+        others = [token for token in range(TINY_VOCAB_SIZE) if token not in ids]
         embeddings = torch.randn(TINY_VOCAB_SIZE, 64)
+        embeddings[:, 0] = 0
+        embeddings[others, 0] = 20  # what all tokens outside of the recital have in common
         embeddings /= embeddings.norm(dim=1, keepdim=True)
         model.model.embed_tokens.weight.copy_(embeddings)
-        # Any other token leads to the beginning, more weakly.
         head = 0.01 * torch.randn(TINY_VOCAB_SIZE, 64)
         for token, following in zip(ids, [*ids[1:], ids[0]], strict=True):
-            head[following] += 2.0 * embeddings[token]
-        others = [token for token in range(TINY_VOCAB_SIZE) if token not in ids]
-        head[ids[0]] += 0.2 * embeddings[others].sum(dim=0)
+            head[following] += 1.2 * embeddings[token]
+        head[ids[0], 0] += 1.2  # after any other token the recital begins
         model.lm_head.weight.copy_(head)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

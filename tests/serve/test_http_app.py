@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
 import pytest
 from openai import OpenAI
 
-from tests.serve.conftest import MODEL, RECITAL, Running
+from tests.serve.conftest import MODEL, RECITAL, Running, recite
 
 LENGTH = len(RECITAL.encode())
-ASK = {"model": MODEL, "messages": [{"role": "user", "content": "recite"}], "temperature": 0}
+MESSAGES: list[Any] = [{"role": "user", "content": "recite"}]
+ASK: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "temperature": 0}
+CONTINUE: dict[str, Any] = {"model": MODEL, "prompt": "recite", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -16,14 +26,369 @@ def client(reciter: Running) -> OpenAI:
     return reciter.client()
 
 
+def streamed(client: OpenAI, **fields: Any) -> tuple[str, list[Any]]:
+    """(text, chunks) of a streamed chat."""
+    chunks = list(client.chat.completions.create(**(ASK | fields), stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    return text, chunks
+
+
+# ---- answers
+
+
 def test_an_answer(client: OpenAI) -> None:
     answer = client.chat.completions.create(**ASK, max_tokens=LENGTH)
-    assert answer.choices[0].message.content == RECITAL
-    assert answer.choices[0].finish_reason == "length"
+    choice = answer.choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", RECITAL, "length")
+    assert answer.object == "chat.completion" and answer.model == MODEL and answer.id.startswith("chatcmpl-")
+    assert answer.system_fingerprint is not None and answer.system_fingerprint.startswith("graft-")
     assert answer.usage is not None and answer.usage.completion_tokens == LENGTH
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + LENGTH
 
 
-def test_a_streamed_answer(client: OpenAI) -> None:
-    chunks = list(client.chat.completions.create(**ASK, max_tokens=LENGTH, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == RECITAL
-    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+def test_a_streamed_answer_has_the_shape_clients_expect(client: OpenAI) -> None:
+    text, chunks = streamed(client, max_tokens=LENGTH)
+    assert text == RECITAL
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
+    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "length"
+    assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1 and {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_the_usage_chunk_comes_last_and_only_when_asked_for(client: OpenAI) -> None:
+    _, chunks = streamed(client, max_tokens=7, stream_options={"include_usage": True})
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 7
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("method", ["plain", "ddtree"])
+def test_streamed_text_is_the_whole_text_wherever_a_character_is_cut(client: OpenAI, method: str) -> None:
+    body = {"graft": {"method": method}}
+    for num_tokens in range(1, LENGTH + 8):
+        whole = client.chat.completions.create(**ASK, max_tokens=num_tokens, extra_body=body).choices[0].message.content
+        assert whole == recite(num_tokens)
+        assert streamed(client, max_tokens=num_tokens, extra_body=body)[0] == whole
+
+
+@pytest.mark.parametrize("stop", ["?", "é", "世👋", "👋", "Д\nSt", ["zz", "p? é"], "op", "Stop? é世👋Д\nStop"])
+def test_nothing_after_a_stop_string_leaks(client: OpenAI, stop: Any) -> None:
+    stops = [stop] if isinstance(stop, str) else stop
+    expected = min((RECITAL * 3).split(one)[0] for one in stops if one in RECITAL * 3)
+    body = {"graft": {"method": "ddtree"}}
+    answer = client.chat.completions.create(**ASK, stop=stop, max_tokens=3 * LENGTH, logprobs=True, extra_body=body)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == (expected, "stop")
+    assert choice.logprobs is not None and choice.logprobs.content is not None and answer.usage is not None
+    # The token that completes the stop string is counted, and nothing after it.
+    with_stop = expected + next(one for one in stops if (RECITAL * 3).startswith(expected + one))
+    assert answer.usage.completion_tokens == len(with_stop.encode()) == len(choice.logprobs.content)
+    text, chunks = streamed(client, stop=stop, max_tokens=3 * LENGTH, extra_body=body)
+    assert text == expected and chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_stop_string_that_never_comes_is_given_out_at_the_end(client: OpenAI) -> None:
+    text, _ = streamed(client, stop="p! and more", max_tokens=4)
+    assert text == "Stop"
+
+
+def test_sampling_repeats_with_a_seed_whatever_the_method(client: OpenAI) -> None:
+    def sample(seed: int | None, method: str) -> str:
+        fields = ASK | {"temperature": 2.0, "max_tokens": 24, "seed": seed, "extra_body": {"graft": {"method": method}}}
+        return client.chat.completions.create(**fields).choices[0].message.content or ""
+
+    first = sample(7, "plain")
+    assert sample(7, "plain") == first == sample(7, "ddtree")
+    assert sample(8, "plain") != first
+    assert sample(None, "plain") != sample(None, "plain")
+
+
+def test_several_answers_are_different_and_repeat_with_a_seed(client: OpenAI) -> None:
+    fields = ASK | {"temperature": 2.0, "max_tokens": 16, "seed": 3, "n": 3}
+    answer = client.chat.completions.create(**fields)
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) == 3 and [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert answer.usage is not None and answer.usage.completion_tokens <= 48
+    again: dict[int, str] = {0: "", 1: "", 2: ""}
+    for chunk in client.chat.completions.create(**fields, stream=True):
+        again[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(again.values()) == texts
+    alone = client.chat.completions.create(**(fields | {"n": 1}))
+    assert alone.choices[0].message.content == texts[0]
+
+
+def test_penalties_filters_and_ignore_eos_reach_the_engine(client: OpenAI) -> None:
+    fields = ASK | {"temperature": 1.0, "seed": 1, "top_p": 0.99, "presence_penalty": 2, "frequency_penalty": 2}
+    body = {"top_k": 50, "min_p": 0.001, "repetition_penalty": 1.5, "ignore_eos": True, "stop_token_ids": []}
+    penalised = client.chat.completions.create(**fields, max_tokens=30, extra_body=body)
+    plain = client.chat.completions.create(**ASK, max_tokens=30)
+    assert penalised.choices[0].message.content != plain.choices[0].message.content
+    greedy = client.chat.completions.create(**(ASK | {"temperature": 1.0}), max_tokens=LENGTH, extra_body={"top_k": 1})
+    assert greedy.choices[0].message.content == RECITAL
+
+
+def test_log_probabilities_of_a_chat(client: OpenAI) -> None:
+    answer = client.chat.completions.create(**ASK, max_tokens=LENGTH, logprobs=True, top_logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == LENGTH
+    assert bytes(byte for entry in logprobs.content for byte in entry.bytes or []) == RECITAL.encode()
+    for entry in logprobs.content:
+        assert entry.logprob <= 0 and len(entry.top_logprobs) == 2
+        assert entry.top_logprobs[0].logprob == entry.logprob  # greedy: the likeliest was taken
+    _, chunks = streamed(client, max_tokens=LENGTH, logprobs=True, top_logprobs=2)
+    pieces = [chunk.choices[0].logprobs.content for chunk in chunks if chunk.choices[0].logprobs]
+    assert [entry.token for piece in pieces for entry in piece] == [entry.token for entry in logprobs.content]
+
+
+# ---- completions
+
+
+def test_a_completion_of_text_of_token_ids_and_of_several(client: OpenAI, reciter: Running) -> None:
+    ids = reciter.service.target.tokenizer.encode("recite")
+    text = client.completions.create(**CONTINUE, max_tokens=9)
+    assert text.choices[0].text == recite(9) and text.object == "text_completion" and text.id.startswith("cmpl-")
+    assert text.usage is not None and text.usage.prompt_tokens == len(ids)
+    assert client.completions.create(**(CONTINUE | {"prompt": ids}), max_tokens=9).choices[0].text == recite(9)
+    both = client.completions.create(**(CONTINUE | {"prompt": ["recite", "now"]}), max_tokens=5, n=2)
+    assert [(choice.index, choice.text) for choice in both.choices] == [(index, recite(5)) for index in range(4)]
+    lists = client.completions.create(**(CONTINUE | {"prompt": [ids, ids]}), max_tokens=5)
+    assert [choice.text for choice in lists.choices] == [recite(5), recite(5)]
+    assert lists.usage is not None and lists.usage.prompt_tokens == 2 * len(ids)
+
+
+def test_a_completion_has_openais_default_length_and_streams(client: OpenAI) -> None:
+    assert client.completions.create(**CONTINUE).choices[0].text == recite(16)
+    chunks = list(client.completions.create(**CONTINUE, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == recite(16)
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_echo(client: OpenAI) -> None:
+    assert client.completions.create(**CONTINUE, max_tokens=5, echo=True).choices[0].text == "recite" + recite(5)
+    chunks = list(client.completions.create(**CONTINUE, max_tokens=5, echo=True, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "recite" + recite(5)
+
+
+def test_log_probabilities_of_a_completion(client: OpenAI) -> None:
+    logprobs = client.completions.create(**CONTINUE, max_tokens=6, logprobs=1).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == list("Stop? ") and logprobs.text_offset == list(range(6))
+    assert [list(top) for top in logprobs.top_logprobs or []] == [[letter] for letter in "Stop? "]
+
+
+# ---- our extension
+
+
+def test_metrics_count_what_rounds_did(client: OpenAI) -> None:
+    body = {"graft": {"method": "ddtree", "metrics": True}}
+    answer = client.chat.completions.create(**ASK, max_tokens=40, extra_body=body).model_dump()
+    counts, ours = answer["metrics"]["speculative_decoding"], answer["metrics"]["graft"]
+    rounds = counts["num_spec_steps"]
+    assert ours["rounds"] == rounds > 0
+    # The first token comes from the prompt's own pass; the last round may be cut.
+    assert rounds * ours["acceptance_length"] == pytest.approx(39)
+    assert counts["num_accepted_draft_tokens"] > 0 and ours["acceptance_length"] > 1.5
+    assert counts["mean_acceptance_length"] == 1 + counts["num_accepted_draft_tokens"] / rounds
+    assert sum(counts["acceptance_histogram"]) == rounds
+    assert (
+        sum(accepted * number for accepted, number in enumerate(counts["acceptance_histogram"]))
+        == (counts["num_accepted_draft_tokens"])
+    )
+    by_length = counts["acceptance_histogram_by_draft_length"]
+    assert sum(int(length) * sum(histogram) for length, histogram in by_length.items()) == counts["num_draft_tokens"]
+    plain = client.chat.completions.create(**ASK, max_tokens=5, extra_body={"graft": {"metrics": True}}).model_dump()
+    assert plain["metrics"]["graft"]["acceptance_length"] == 1 and plain["metrics"]["graft"]["mean_budget"] == 0
+    assert client.chat.completions.create(**ASK, max_tokens=5).model_dump().get("metrics") is None
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_metrics_of_a_stream_are_in_its_last_chunk(client: OpenAI, usage: bool) -> None:
+    more = {"stream_options": {"include_usage": True}} if usage else {}
+    _, chunks = streamed(client, max_tokens=9, extra_body={"graft": {"metrics": True}}, **more)
+    assert [bool(chunk.model_dump().get("metrics")) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_rounds_show_what_was_drafted(client: OpenAI) -> None:
+    body = {"graft": {"method": "ddtree", "rounds": True}}
+    text, chunks = streamed(client, max_tokens=40, extra_body=body)
+    rounds = [one for chunk in chunks for one in (chunk.model_dump().get("graft") or {}).get("rounds", [])]
+    assert [one["index"] for one in rounds] == list(range(len(rounds))) and text == recite(40)
+    for one in rounds:
+        tree = one["tree"]
+        assert len(tree["parents"]) == len(tree["depths"]) == len(tree["texts"]) == one["budget"] + 1
+        path = [tree["texts"][node] for node in tree["accepted"]]
+        assert [token["text"] for token in one["tokens"]][: len(path)] == path
+    assert sum(len(one["tokens"]) for one in rounds) == 39
+    whole = client.chat.completions.create(**ASK, max_tokens=40, extra_body=body).choices[0].model_dump()
+    assert len(whole["graft"]["rounds"]) == len(rounds)
+
+
+# ---- what is refused
+
+CHAT_REFUSALS = [
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
+    ({"tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
+    ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
+    ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
+    ({"nonsense": 1}, "nonsense", "unknown_parameter"),
+    ({"graft": {"tree": True}}, "graft.tree", "unknown_parameter"),
+    ({"graft": {"method": "graft"}}, "graft.method", None),
+    ({"temperature": -1}, "temperature", "invalid_value"),
+    ({"temperature": "hot"}, "temperature", "invalid_value"),
+    ({"top_p": 0}, "top_p", "invalid_value"),
+    ({"n": 0}, "n", "invalid_value"),
+    ({"n": 100}, "n", None),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "invalid_value"),
+    ({"stop": ["a"] * 9}, "stop", "invalid_value"),
+    ({"stop": ""}, "stop", "invalid_value"),
+    ({"seed": "7"}, "seed", "invalid_value"),
+    ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+    ({"messages": []}, "messages", "invalid_value"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "unsupported_parameter"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
+    ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "unsupported_parameter"),
+    ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
+    ({"messages": "recite"}, "messages", "invalid_value"),
+    ({"model": None}, "model", "missing_required_parameter"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "param", "code"), CHAT_REFUSALS, ids=lambda value: str(value)[:40])
+def test_a_request_is_refused_by_the_fields_name(reciter: Running, change: Any, param: str, code: str | None) -> None:
+    status, body, headers = post(reciter, "/v1/chat/completions", ASK | change)
+    error = body["error"]
+    assert status == 400 and error["type"] == "invalid_request_error" and headers["x-should-retry"] == "false"
+    assert (error["param"], error["code"]) == (param, code) and param.split(".")[-1] in error["message"]
+
+
+COMPLETION_REFUSALS = [
+    ({"suffix": "end"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [1, 99999]}, None),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"logprobs": True}, "logprobs"),
+    ({"messages": MESSAGES}, "messages"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), COMPLETION_REFUSALS, ids=lambda value: str(value)[:40])
+def test_a_completion_is_refused_by_the_fields_name(reciter: Running, change: Any, param: str | None) -> None:
+    status, body, _ = post(reciter, "/v1/completions", CONTINUE | change)
+    assert (status, body["error"]["param"]) == (400, param)
+
+
+def test_values_that_ask_for_nothing_special_are_accepted(reciter: Running) -> None:
+    neutral = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "store": False,
+    }
+    absent = {"stop": None, "seed": None, "user": "somebody", "reasoning_effort": None, "max_tokens": 3}
+    assert post(reciter, "/v1/chat/completions", ASK | neutral | absent)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "numbers"),
+    [
+        ({"prompt": "x " * 300}, "prompt", ["256"]),
+        ({"prompt": "recite", "max_tokens": 255}, "max_tokens", ["256", "255"]),
+    ],
+)
+def test_what_is_too_long_is_refused_with_both_numbers(
+    reciter: Running, fields: Any, param: str, numbers: list[str]
+) -> None:
+    status, body, _ = post(reciter, "/v1/completions", CONTINUE | fields)
+    error = body["error"]
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    tokens = len(reciter.service.target.tokenizer.encode(fields["prompt"]))
+    assert all(number in error["message"] for number in [*numbers, str(tokens)])
+
+
+def test_an_answer_without_a_limit_ends_at_the_context(client: OpenAI, reciter: Running) -> None:
+    answer = client.chat.completions.create(**ASK)
+    assert answer.choices[0].finish_reason == "length" and answer.usage is not None
+    assert answer.usage.total_tokens == reciter.service.max_length
+
+
+def test_another_model_and_unknown_paths(client: OpenAI, reciter: Running) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(**(ASK | {"model": "other"}))
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    status, body, _ = get(reciter, "/v1/nowhere")
+    assert status == 404 and body["error"]["type"] == "invalid_request_error"
+    assert get(reciter, "/v1/chat/completions")[0] == 405
+
+
+def test_a_body_that_is_no_json_or_too_large(serve_reciter: Callable[..., Running], reciter: Running) -> None:
+    assert post(reciter, "/v1/chat/completions", b"{broken")[0] == 400
+    assert post(reciter, "/v1/chat/completions", b"[1]")[0] == 400
+    assert post(reciter, "/v1/chat/completions", b'{"model": "\\ud800"}')[0] == 400
+    assert post(reciter, "/v1/chat/completions", b"x" * 4_000_001)[0] == 413
+
+
+# ---- operations
+
+
+def test_models_health_and_version(client: OpenAI, reciter: Running) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "graft-dist"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("some/other")
+    status, health, _ = get(reciter, "/healthz")
+    assert status == 200 and health["status"] == "ok" and health["limit"] == 8
+    assert get(reciter, "/readyz")[:2] == (200, {"status": "ok"})
+    assert get(reciter, "/version")[1]["system_fingerprint"] == health["system_fingerprint"]
+
+
+def test_every_request_is_reported_once(client: OpenAI, reciter: Running) -> None:
+    before = len(reciter.reports.requests)
+    client.chat.completions.create(**ASK, max_tokens=6, extra_headers={"X-Request-ID": "mine-1"})
+    post(reciter, "/v1/completions", CONTINUE | {"nonsense": 1})
+    done, refused = reciter.reports.requests[before:]
+    assert (done.request_id, done.endpoint, done.outcome, done.status) == ("mine-1", "chat", "ok", 200)
+    assert done.num_output_tokens == 6 and done.first_token_s is not None and done.num_prompt_tokens > 0
+    assert (refused.endpoint, refused.outcome, refused.status) == ("completions", "refused", 400)
+
+
+def test_keys(serve_reciter: Callable[..., Running], tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# ours\nfirst-key\nsecond-key  # of somebody\n")
+    running = serve_reciter(api_keys_file=str(tmp_path / "keys"))
+    try:
+        assert running.client(api_key="second-key").chat.completions.create(**ASK, max_tokens=3)
+        for wrong in ("third-key", "first-ke", "ours"):
+            with pytest.raises(openai.AuthenticationError) as caught:
+                running.client(api_key=wrong).chat.completions.create(**ASK, max_tokens=3)
+            assert caught.value.code == "invalid_api_key" and wrong not in caught.value.message
+        with pytest.raises(openai.AuthenticationError):
+            running.client(api_key="third-key").models.list()
+        assert get(running, "/healthz")[0] == 200 and get(running, "/v1/models")[0] == 401
+        assert {report.outcome for report in running.reports.requests} == {"ok", "unauthorized"}
+    finally:
+        running.close()
+
+
+def get(running: Running, path: str) -> tuple[int, Any, Any]:
+    return send(urllib.request.Request(running.url + path))
+
+
+def post(running: Running, path: str, content: Any) -> tuple[int, Any, Any]:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return send(urllib.request.Request(running.url + path, data, {"Content-Type": "application/json"}))
+
+
+def send(request: urllib.request.Request) -> tuple[int, Any, Any]:
+    """(status, body, headers) of a response, whatever its status."""
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.loads(response.read()), response.headers
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read()), error.headers
