@@ -26,9 +26,10 @@ from graft_dist.rounds import RoundRecord
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 
-_PROBE_S = 4.0  # decoding time; the first rounds, which compile and warm up, come on top
-_TOKENS_PER_PROMPT = 32
+_ENOUGH_ROUNDS = 10  # rounds of each budget after which the probe ends
 _MIN_ROUNDS = 3  # rounds of a budget whose median counts
+_MAX_PROBE_S = 30.0  # the probe's end however slow the machine; the first rounds, which compile, come on top
+_TOKENS_PER_PROMPT = 32
 _NUM_POINTS = 24  # points of the calibration
 
 
@@ -48,7 +49,7 @@ def probe(target: Target, drafter: DFlashDrafter, config: TargetConfig) -> Probe
     policy = exploring((0, *config.budgets), seed=0, num_candidates=config.num_candidates)
     room = target.max_position_embeddings
     engine = Engine(target, drafter, policy, max_slots=1, max_length=min(config.max_length, room), record=True)
-    records = list(_records(engine, config))
+    records = _records(engine, config)
     where = "measured at start"
     timings = [timing for timing in _timings(records) if timing.num_rounds >= _MIN_ROUNDS]
     return Probe(fit_cost_curve(timings, where), _calibration(records), len(records), time.monotonic() - started)
@@ -62,21 +63,28 @@ def measured_policy(found: Probe, config: TargetConfig) -> DecodingPolicy:
     return DecodingPolicy("ddtree", MarginalScorer(), budget, config.num_candidates)
 
 
-def _records(engine: Engine, config: TargetConfig) -> Iterator[RoundRecord]:
-    """Rounds of the starter prompts until the time is over; those of the first prompt only warm up."""
+def _records(engine: Engine, config: TargetConfig) -> list[RoundRecord]:
+    """Rounds of the starter prompts until there are enough; those of the first prompt only warm up."""
     assert engine.target.tokenizer is not None
-    deadline = None
+    records: list[RoundRecord] = []
+    missing = dict.fromkeys((0, *config.budgets), _ENOUGH_ROUNDS)
+    deadline = float("inf")
     for number, prompt in enumerate(read_prompts(starter_prompts_path())):
         token_ids = to_request(prompt, engine.target.tokenizer, config).token_ids[: engine.max_length // 2]
         params = SamplingParams(max_new_tokens=min(_TOKENS_PER_PROMPT, engine.max_length // 2 - 1), ignore_eos=True)
         engine.add(token_ids, params)
         while engine.has_work:
-            for event in engine.step():
-                if number > 0 and event.round is not None and event.finish_reason is None:
-                    yield event.round
-            if deadline is not None and time.monotonic() > deadline:
-                return
-        deadline = deadline or time.monotonic() + _PROBE_S
+            found = [event.round for event in engine.step() if event.finish_reason is None and event.round is not None]
+            if number == 0:
+                continue
+            records += found
+            for record in found:
+                missing[record.budget] = missing.get(record.budget, 0) - 1
+            if max(missing.values()) <= 0 or time.monotonic() > deadline:
+                return records
+        if number == 0:
+            deadline = time.monotonic() + _MAX_PROBE_S
+    return records
 
 
 def _timings(records: list[RoundRecord]) -> Iterator[Timing]:

@@ -293,7 +293,8 @@ class Completion:
                 first_token_s=self._first_token_s,
                 duration_s=time.monotonic() - self._arrived,
                 token_gaps_s=self._gaps_s,
-            )
+            ),
+            {"prompt_token_ids": self._prompts, "answers": [answer.text for answer in self._answers]},
         )
 
 

@@ -17,6 +17,7 @@ from graft_dist.policy import DecodingPolicy, GraftPolicy, ddtree, plain, shippe
 from graft_dist.target import Target
 from serve.active_policy import ActivePolicy
 from serve.serve_args import Method, PolicyPin
+from storage.registry import CHAMPION, Registry
 
 
 class PolicySource:
@@ -78,8 +79,6 @@ class PolicySource:
         if pin.folder is not None:
             return _shipped(pin.folder) if pin.folder.startswith("builtin:") else Path(pin.folder)
         assert pin.registry is not None
-        from storage.registry import Registry  # type: ignore[import-untyped, import-not-found, unused-ignore]
-
         return Registry(pin.registry.tracking_uri).fetch(self._config.slug, pin.registry.version)
 
 
@@ -88,3 +87,8 @@ def _shipped(spec: str) -> Path:
     if folder is None:
         raise PolicyError(f"no policy {spec!r} comes with this package: name a folder, or a registered version")
     return folder
+
+
+def registered_champion(tracking_uri: str, slug: str) -> int | None:
+    """The version that the registry's alias names; None where there is none. Asks over the network."""
+    return Registry(tracking_uri).resolve(slug, CHAMPION)

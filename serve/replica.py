@@ -28,6 +28,7 @@ class Decoder:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Put another policy in force; requests under way go on."""
         await self._service.reconfigure(UserConfig.model_validate(user_config))
+        self._service.follow_champion()
 
     def check_health(self) -> None:
         """Fail when the round loop is dead or stuck: Serve then replaces this replica."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import logging
+import random
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,11 +33,12 @@ from graft_dist.target import Target
 from serve.active_policy import ActivePolicy
 from serve.answer import TokenTexts
 from serve.budget_probe import Probe, measured_policy, probe
+from serve.cost_refiner import CostRefiner
 from serve.decode_thread import DecodeThread
 from serve.observer import DecodeObserver, RequestObserver, RequestReport
-from serve.policy_source import PolicySource
+from serve.policy_source import PolicySource, registered_champion
 from serve.round_view import Pieces, RoundViewer
-from serve.serve_args import PolicyPin, ServeArgs, TrafficRecording, UserConfig
+from serve.serve_args import AliasPolling, PolicyPin, RegistryPin, ServeArgs, TrafficRecording, UserConfig
 from serve.traffic_recorder import TrafficRecorder
 from storage import Provenance
 
@@ -93,6 +96,9 @@ class Service:
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-tokenize")
         self.token_texts = TokenTexts(copy.deepcopy(self.target.tokenizer))
         self._pieces = Pieces(copy.deepcopy(self.target.tokenizer))  # the event loop's
+        self.refiner = CostRefiner(lambda: self.decode.active.policy)
+        self.decode.observe(self.refiner)
+        self._poller: asyncio.Task[None] | None = None
         self._recorder: TrafficRecorder | None = None
         if args.record_traffic is not None:
             self._recorder = self._make_recorder(args.record_traffic)
@@ -188,6 +194,30 @@ class Service:
             self.refusal = None
         self._tell_policy()
 
+    def follow_champion(self) -> None:
+        """Begin to poll the registry, where the arguments ask for it. On the event loop; a second call does nothing."""
+        settings = self.args.poll_champion
+        if settings is not None and self._poller is None:
+            self._poller = asyncio.get_running_loop().create_task(self._poll(settings))
+
+    async def _poll(self, settings: AliasPolling) -> None:
+        while True:
+            await self.look_for_champion(settings.tracking_uri)
+            # With some spread, so that replicas that start together do not ask together.
+            await asyncio.sleep(settings.every_s * random.uniform(0.8, 1.2))
+
+    async def look_for_champion(self, tracking_uri: str) -> None:
+        """Put the registry's champion in force if it is another version; whatever goes wrong, the policy stays."""
+        try:
+            version = await asyncio.to_thread(registered_champion, tracking_uri, self.config.slug)
+        except Exception as error:  # the registry is away, or answers nonsense
+            logger.warning("the registry does not say who is champion: %s", " ".join(str(error).split()))
+            return
+        refused = self.refusal.pin.registry if self.refusal is not None else None
+        if version is not None and version not in (self.decode.active.version, refused and refused.version):
+            pin = PolicyPin(registry=RegistryPin(version=version, tracking_uri=tracking_uri))
+            await self.reconfigure(UserConfig(policy=pin))
+
     async def _load(self, pin: PolicyPin | None) -> ActivePolicy:
         if pin is None:
             return self._source.unsaved(measured_policy(await self._measure(), self.config))
@@ -224,8 +254,22 @@ class Service:
 
     # ---- requests and health
 
-    def report(self, report: RequestReport) -> None:
-        """A request has ended."""
+    def report(self, report: RequestReport, texts: Mapping[str, Any]) -> None:
+        """A request has ended: one line of JSON in the log. `texts` (prompts, answers) are logged only on request."""
+        line = {
+            "event": "request",
+            "request_id": report.request_id,
+            "endpoint": report.endpoint,
+            "outcome": report.outcome,
+            "status": report.status,
+            "stream": report.is_streamed,
+            "prompt_tokens": report.num_prompt_tokens,
+            "output_tokens": report.num_output_tokens,
+            "first_token_ms": None if report.first_token_s is None else round(report.first_token_s * 1e3, 1),
+            "duration_ms": round(report.duration_s * 1e3, 1),
+            "policy": self.decode.active.label,
+        }
+        logger.info(json.dumps(line | (dict(texts) if self.args.log_prompts else {}), ensure_ascii=False))
         for observer in self._request_observers:
             observer.requested(report)
 
@@ -259,7 +303,7 @@ class Service:
         }
 
     def close(self) -> None:
-        """Stop decoding."""
+        """Stop decoding. From any thread."""
         self.decode.stop()
         if self._recorder is not None:
             self._recorder.close()

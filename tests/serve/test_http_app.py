@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -225,6 +226,7 @@ def test_rounds_show_what_was_drafted(client: OpenAI) -> None:
 
 # ---- what is refused
 
+IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 CHAT_REFUSALS = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter"),
     ({"tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
@@ -249,7 +251,7 @@ CHAT_REFUSALS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
     ({"messages": []}, "messages", "invalid_value"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "unsupported_parameter"),
+    ({"messages": IMAGE}, "messages[0].content[0]", "unsupported_parameter"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "unsupported_parameter"),
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "unsupported_parameter"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
@@ -357,6 +359,24 @@ def test_every_request_is_reported_once(client: OpenAI, reciter: Running) -> Non
     assert (done.request_id, done.endpoint, done.outcome, done.status) == ("mine-1", "chat", "ok", 200)
     assert done.num_output_tokens == 6 and done.first_token_s is not None and done.num_prompt_tokens > 0
     assert (refused.endpoint, refused.outcome, refused.status) == ("completions", "refused", 400)
+
+
+def test_the_log_has_a_line_of_json_per_request_and_no_texts(
+    client: OpenAI, serve_reciter: Callable[..., Running], caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("ray.serve").propagate = True
+    headers = {"X-Request-ID": "logged-1"}
+    talkative = serve_reciter(log_prompts=True)
+    try:
+        with caplog.at_level(logging.INFO, "ray.serve"):
+            client.chat.completions.create(**ASK, max_tokens=5, extra_headers=headers)
+            talkative.client().chat.completions.create(**ASK, max_tokens=5, extra_headers=headers)
+    finally:
+        talkative.close()
+    quiet, loud = (json.loads(record.message) for record in caplog.records if "logged-1" in record.message)
+    assert (quiet["request_id"], quiet["outcome"], quiet["output_tokens"]) == ("logged-1", "ok", 5)
+    assert "answers" not in quiet and "prompt_token_ids" not in quiet
+    assert loud["answers"] == ["Stop?"]
 
 
 def test_keys(serve_reciter: Callable[..., Running], tmp_path: Path) -> None:
