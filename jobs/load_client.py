@@ -163,10 +163,9 @@ class _Answer:
 
     def take_chunk(self, data: str) -> str | None:
         """Take one event of a stream; returns the server's error if it is one."""
-        try:
-            chunk = json.loads(data)
-        except ValueError:
-            return f"an event is not JSON: {data[:80]!r}"
+        chunk = _object(data)
+        if chunk is None:
+            return f"an event is no JSON object: {data[:80]!r}"
         if chunk.get("error"):
             return _error_message(data)
         self._take_totals(chunk)
@@ -184,10 +183,9 @@ class _Answer:
 
     def take_whole(self, body: str) -> Reply:
         """Take an answer that was not streamed."""
-        try:
-            answer = json.loads(body)
-        except ValueError:
-            return self.reply(Outcome.cut, detail="the answer is not whole JSON")
+        answer = _object(body)
+        if answer is None:
+            return self.reply(Outcome.cut, detail="the answer is no whole JSON object")
         if answer.get("error"):
             return self.reply(Outcome.failed, detail=_error_message(body))
         self._take_totals(answer)
@@ -234,6 +232,15 @@ async def _events(response: httpx2.Response) -> AsyncIterator[str]:
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             yield line[5:].strip()
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """The JSON object that a text is, or None."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _error_message(body: str) -> str:

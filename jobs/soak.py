@@ -134,14 +134,16 @@ async def _soak(server: Server, plan: SoakPlan, prompts: Sequence[Prompt], contr
         start_folder(out, about)
         soak = _Soak(client, plan, questions(prompts, model, plan.max_new_tokens, plan.seed), control)
         await soak.ask_references()
-        await soak.run()
-    report = soak.report()
-    write_aside(out / "requests.jsonl", _to_lines(soak.rows))
-    write_aside(out / "samples.jsonl", _to_lines(soak.samples))
-    write_aside(out / "soak.json", to_json(asdict(report)))
-    write_aside(out / "soak.md", render_report(report, plan))
-    print(render_report(report, plan), end="")
-    print(f"rows and report: {out}", file=sys.stderr)
+        try:
+            await soak.run()
+        finally:  # also after Ctrl-C: what was seen until then
+            report = soak.report()
+            write_aside(out / "requests.jsonl", _to_lines(soak.rows))
+            write_aside(out / "samples.jsonl", _to_lines(soak.samples))
+            write_aside(out / "soak.json", to_json(asdict(report)))
+            write_aside(out / "soak.md", render_report(report, plan))
+            print(render_report(report, plan), end="")
+            print(f"rows and report: {out}", file=sys.stderr)
     return 1 if report.problems else 0
 
 
@@ -184,6 +186,7 @@ class _Soak:
         self._typical_s = 1.0  # of a whole answer, for clients that leave before it
         self._num_asked = self._num_rejections = 0
         self._draw = random.Random(plan.seed)
+        self.seconds = 0.0
         self._start = time.perf_counter()
         self._deadline = self._start
 
@@ -207,16 +210,20 @@ class _Soak:
                 for _ in range(self.plan.concurrency):
                     group.create_task(self._user())
         finally:
+            self.seconds = self._now()
             for task in (watch, swap):
                 task.cancel()
             await asyncio.gather(watch, swap, return_exceptions=True)
-        self.seconds = time.perf_counter() - self._start
         await self._check_idle()
 
     async def _check_idle(self) -> None:
         """After the last answer, and the clients that left, no sequence may hold or wait for a slot."""
         for _ in range(_IDLE_LOOKS):
-            health = await self.client.get("/healthz") or {}
+            try:
+                health = await self.client.get("/healthz") or {}
+            except GraftError as error:
+                self.problems.append(f"in the end {error}")
+                return
             if health.get("sequences", 0) == 0:
                 return
             await asyncio.sleep(0.5)
@@ -288,8 +295,9 @@ class _Soak:
     async def _swap(self) -> None:
         if self.control.swap is None:
             return
-        at_s, before = self._now(), await self._fingerprint()
+        at_s = self._now()
         try:
+            before = await self._fingerprint()
             name = await asyncio.to_thread(self.control.swap)
             after = await self._changed_from(before)
         except Exception as error:  # whatever it is, the load goes on and the report says it

@@ -34,11 +34,14 @@ class Replica:
         self.fault, self.text = fault, text
         self.version = 0
         self.num_stuck = 0
+        self.is_dead = False
         self.counts: Counter[str] = Counter()
         self._numbers = itertools.count()
 
     async def answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self.counts[path] += 1
+        if self.is_dead:
+            return
         fixed: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "tiny"}]},
             "/version": {"version": "1", "system_fingerprint": f"graft-{self.version}"},
@@ -167,6 +170,15 @@ def test_a_sequence_that_is_left_a_replica_that_dies_and_a_swap_that_fails_are_n
         other.wait()
     assert code == 1
     for sentence in ("failed: no such policy", f"replicas died: process {other.pid}", "still has 2 sequences"):
+        assert sentence in str(report["problems"])
+
+
+def test_a_server_that_dies_under_load_is_reported(tmp_path: Path) -> None:
+    replica = Replica()
+    replica.fault = lambda number: setattr(replica, "is_dead", True) if number == 2 else None
+    code, report = soak(replica, tmp_path, plan=replace(PLAN, leave_share=0.0), prompts=PROMPTS[:2])
+    assert code == 1
+    for sentence in ("was lost: unreachable", "in the end no server answers"):
         assert sentence in str(report["problems"])
 
 
