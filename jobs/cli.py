@@ -100,7 +100,8 @@ Methods = Annotated[str, typer.Option(help="Comma-separated: plain, chain, ddtre
 Policy = Annotated[
     str | None,
     typer.Option(
-        metavar="<folder>", help="Learned policy for graft and graft-fixed; default: the target's shipped one."
+        metavar="<folder>",
+        help="Learned policy: a folder, or models:/graft-TARGET@champion; default: the target's shipped one.",
     ),
 ]
 Cost = Annotated[

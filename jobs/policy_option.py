@@ -54,5 +54,14 @@ def read_policy(policy: str | None, method: str, config: TargetConfig | None) ->
 
 
 def policy_folder(policy: str) -> Path:
-    """The folder that `--policy` names."""
+    """The folder that `--policy` names, or a local copy of the registered version that it names.
+
+    Raises:
+        RegistryError: the registry holds no such version, or cannot be reached.
+    """
+    if policy.startswith("models:/"):
+        from jobs.registry_command import tracking_uri
+        from storage.registry import Registry
+
+        return Registry(tracking_uri(None)).fetch_reference(policy)
     return Path(policy).expanduser()

@@ -1,8 +1,9 @@
 """What MLflow runs when somebody loads a registered policy with `mlflow.pyfunc`: scores of single edges.
 
 Rows of (parent token, child token, depth of the child from 1) go in, f of the edge comes out: what the policy's edge
-scorer adds to the drafter's log-probability (0 without one). Of a gated scorer it is the part that does not depend on
-the drafter's hidden state. The target's embeddings are read when the first edge is asked for.
+scorer adds to the drafter's log-probability (0 without one), as far as the edge alone decides it. Left out is what a
+gate adds by the drafter's hidden state, and how its probabilities are weighed. The target's embeddings are read when
+the first edge is asked for.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class EdgeModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
             tables = network.token_tables(self.embeddings[torch.cat(columns[:2])])
             number = torch.arange(len(model_input))
             hidden = torch.zeros(len(model_input), network.config.hidden_size)
-            scores = network(tables, number, number + len(model_input), columns[2] - 1, hidden)
+            certain = torch.zeros(len(model_input))
+            pair = (number, number + len(model_input))
+            scores = network(tables, *pair, columns[2] - 1, hidden, (certain, certain))
         return [float(score) for score in scores]
 
 

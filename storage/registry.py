@@ -82,11 +82,6 @@ def model_name(slug: str) -> str:
     return PREFIX + slug
 
 
-def is_reference(text: str) -> bool:
-    """Whether a text names a registered policy, such as `models:/graft-smollm2-135m@champion`, rather than a folder."""
-    return text.startswith("models:/")
-
-
 class Registry:
     """The registry behind one tracking URI.
 

@@ -16,6 +16,7 @@ from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.prompts import Prompt, is_held_out, learning_split, render
 from graft_dist.rounds import RoundRecord, SequenceRecord
 from graft_dist.sampling import SamplingParams
+from graft_dist.target import Target
 from storage import Provenance, TrajectoryStore, UnitKey
 
 NUM_WORDS = 24
@@ -24,7 +25,6 @@ DEPTH, WIDTH = 4, 4
 NUM_HIDDEN = 8
 LENGTH = 48  # output tokens of a sequence
 BUDGETS = (2, 4, 8, 12)
-_DATASET = {"target_fingerprint": "target-1", "tokenizer_sha256": "k-1"}
 
 
 def successors() -> np.ndarray:
@@ -47,7 +47,7 @@ def prompt_texts(num_prompts: int) -> list[str]:
 
 
 def write_store(
-    root: Path, config: TargetConfig, tokenizer: object, drafter_fingerprint: str, num_prompts: int = 42
+    root: Path, config: TargetConfig, target: Target, drafter_fingerprint: str, num_prompts: int = 42
 ) -> None:
     """Commit one unit of decoded and dense rounds of every prompt."""
     random = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def write_store(
     rounds: list[RoundRecord] = []
     for number, text in enumerate(prompt_texts(num_prompts)):
         name, task = f"s{number:03d}", ("code", "chat")[number // 4 % 2]
-        ids = render(tokenizer, Prompt(name, task, (text,)))  # type: ignore[arg-type]
+        ids = render(target.tokenizer, Prompt(name, task, (text,)))
         words = [int(random.integers(NUM_WORDS))]
         while len(words) < LENGTH:
             words.append(int(follows[words[-1]]))
@@ -83,7 +83,7 @@ def write_store(
     provenance = Provenance(
         target=config.slug,
         target_spec=config.target,
-        target_fingerprint="target-1",
+        target_fingerprint=target.fingerprint,
         drafter_fingerprint=drafter_fingerprint,
         policy="exploring",
         policy_fingerprint="p-1",
@@ -91,7 +91,8 @@ def write_store(
         software="graft-dist",
     )
     store = TrajectoryStore(root)
-    turn = store.begin("run-1", config.slug, _DATASET)
+    dataset = {"target_fingerprint": target.fingerprint, "tokenizer_sha256": target.tokenizer_sha256}
+    turn = store.begin("run-1", config.slug, dataset)
     key = UnitKey(unit_id="unit-1", attempt="attempt-1", run_id="run-1")
     store.commit(store.write_unit(key, provenance, sequences, rounds), "run-1", turn)
 

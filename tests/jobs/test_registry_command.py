@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from graft_dist.errors import RegistryError
 from jobs import cli
+from jobs.policy_option import policy_folder
 from jobs.registry_command import tracking_uri
 from storage.registry import Registry, default_tracking_uri
 from tests.storage.test_registry import make_folder
@@ -45,6 +48,14 @@ def test_promote_list_and_roll_back(uri: str, capsys: pytest.CaptureFixture[str]
     assert "no previous champion to go back to" in capsys.readouterr().err
     assert cli.run(["promote", *where, "9"]) == 2
     assert "holds no graft-smollm2-135m '9'" in capsys.readouterr().err
+
+
+def test_policy_options_name_registered_versions(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    assert (policy_folder("models:/graft-smollm2-135m/1") / "policy.json").read_text() == "1"
+    assert policy_folder("some/folder") == Path("some/folder")
+    with pytest.raises(RegistryError, match="holds no graft-smollm2-135m '9'"):
+        policy_folder("models:/graft-smollm2-135m/9")
 
 
 def test_where_the_registry_is(monkeypatch: pytest.MonkeyPatch) -> None:

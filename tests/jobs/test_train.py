@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlflow.pyfunc
+import pandas as pd
 import pytest
 import torch
 import yaml
@@ -22,6 +24,7 @@ from graft_dist.target import Target
 from jobs.ray_head import RayHead
 from jobs.train import main
 from storage import TrajectoryStore
+from storage.registered_model import write_model
 from storage.registry import CHALLENGER, Registry
 from tests.jobs.learning_store import NUM_HIDDEN, write_store
 
@@ -36,7 +39,7 @@ def folder(
     path = tmp_path_factory.mktemp("learning")
     (path / "target.yaml").write_text(yaml.safe_dump(tiny_config.model_dump(mode="json", exclude_none=True)))
     drafter = fingerprint(read_config(tiny_drafter_folder), read_tensors(tiny_drafter_folder)[0])
-    write_store(path / "store", tiny_config, tiny_llama.tokenizer, drafter)
+    write_store(path / "store", tiny_config, tiny_llama, drafter)
     return path
 
 
@@ -107,18 +110,20 @@ def test_a_gated_scorer_decodes_without_the_projection(folder: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_mlflow_itself_can_score_edges(folder: Path, tmp_path: Path, tiny_config: TargetConfig) -> None:
-    import mlflow.pyfunc
-    import pandas as pd
-
+def test_mlflow_itself_can_score_edges(
+    folder: Path, tmp_path: Path, tiny_config: TargetConfig, tiny_llama: Target
+) -> None:
     assert main(arguments(folder, tmp_path / "run", "--steps", "20", "--no-register")) == 0
-    from storage.registered_model import write_model
-
     model = mlflow.pyfunc.load_model(str(write_model(tmp_path / "run" / "policy", tmp_path, tiny_config.target)))
-    edges = pd.DataFrame({"parent": [10, 10], "child": [11, 12], "depth": [1, 2]})
-    assert len(model.metadata.signature.inputs.input_names()) == 3
-    with pytest.raises(Exception, match="fitted with target target-1"):  # the store's target is made up
-        model.predict(edges)
+    assert model.metadata.signature.inputs.input_names() == ["parent", "child", "depth"]
+    network = GraftPolicy.load(tmp_path / "run" / "policy").tdes
+    assert network is not None
+    with torch.no_grad():
+        tables = network.token_tables(tiny_llama.embedding_weight[torch.tensor([10, 11, 12])])
+        expected = network(tables, torch.tensor([0, 0]), torch.tensor([1, 2]), torch.tensor([0, 1]))
+    scores = model.predict(pd.DataFrame({"parent": [10, 10], "child": [11, 12], "depth": [1, 2]}))
+    assert scores == pytest.approx(expected.tolist(), abs=1e-5)
+    assert len(set(scores)) == 2
 
 
 def run_and_kill(command: list[str], head: RayHead) -> str:
