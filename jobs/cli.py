@@ -76,6 +76,9 @@ class ReplayFormat(StrEnum):
     json = "json"
 
 
+Serving = Annotated[
+    str | None, typer.Option(help="Dashboard of a Ray cluster, such as http://head:8265, whose applications to update.")
+]
 Tracking = Annotated[
     str | None,
     typer.Option(help="MLflow server or sqlite:////FILE; default: MLFLOW_TRACKING_URI, else a file of the user's."),
@@ -558,21 +561,22 @@ def promote(
     config: Config,
     version: Annotated[str, typer.Argument(help="Number of the version, or an alias such as challenger.")],
     tracking_uri: Tracking = None,
+    address: Serving = None,
 ) -> None:
     """Make a registered policy the champion; the champion until now is kept as previous."""
     from jobs.registry_command import run_promote
     from jobs.registry_command import tracking_uri as resolved
 
-    run_promote(load_config(config).slug, version, resolved(tracking_uri))
+    run_promote(load_config(config).slug, version, resolved(tracking_uri), address)
 
 
 @app.command()
-def rollback(config: Config, tracking_uri: Tracking = None) -> None:
+def rollback(config: Config, tracking_uri: Tracking = None, address: Serving = None) -> None:
     """Make the previous champion the champion again."""
     from jobs.registry_command import run_rollback
     from jobs.registry_command import tracking_uri as resolved
 
-    run_rollback(load_config(config).slug, resolved(tracking_uri))
+    run_rollback(load_config(config).slug, resolved(tracking_uri), address)
 
 
 @app.command()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 
-from graft_dist.errors import RegistryError
+from graft_dist.errors import ConfigError, RegistryError
 from jobs.out_file import to_json
+from serve import applications
+from serve.serve_args import PolicyPin, RegistryPin
 from storage.registry import PolicyVersion, Promotion, Registry, default_tracking_uri, model_name
 
 _METRICS = ("test_tokens_per_s", "test_mat", "test_mismatch_rate")
@@ -31,18 +33,41 @@ def run_policies(slug: str | None, uri: str, format: str) -> None:
     print(f"{len(versions)} versions in {uri}")
 
 
-def run_promote(slug: str, version: str, uri: str) -> None:
-    """Make a version, named by its number or an alias, the champion."""
+def run_promote(slug: str, version: str, uri: str, address: str | None = None) -> None:
+    """Make a version, named by its number or an alias, the champion, and tell those who serve at `address`."""
     registry = Registry(uri)
     number = registry.resolve(slug, version)
     if number is None:
         raise RegistryError(f"the registry {uri} holds no {model_name(slug)} {version!r}; see graft policies")
-    print(_promoted(slug, registry.promote(slug, number)))
+    serving = [] if address is None else _serving(slug, address)
+    now = registry.promote(slug, number)
+    print(_promoted(slug, now))
+    _tell(serving, address, now.champion, uri)
 
 
-def run_rollback(slug: str, uri: str) -> None:
-    """Make the previous champion the champion again."""
-    print(_promoted(slug, Registry(uri).rollback(slug)))
+def run_rollback(slug: str, uri: str, address: str | None = None) -> None:
+    """Make the previous champion the champion again, and tell those who serve at `address`."""
+    serving = [] if address is None else _serving(slug, address)
+    now = Registry(uri).rollback(slug)
+    print(_promoted(slug, now))
+    _tell(serving, address, now.champion, uri)
+
+
+def _serving(slug: str, address: str) -> list[str]:
+    """The applications that serve the target, asked before anything changes: a wrong address changes nothing."""
+    names = [one.name for one in applications.list_applications(address) if one.serves(slug)]
+    if not names:
+        raise ConfigError(f"no application at {address} serves {slug}")
+    return names
+
+
+def _tell(serving: list[str], address: str | None, version: int, uri: str) -> None:
+    """Put the version itself into the configuration of each application, so that all its replicas use the same."""
+    for name in serving:
+        assert address is not None
+        pin = PolicyPin(registry=RegistryPin(version=version, tracking_uri=uri))
+        applications.set_policy(address, name, pin)
+        print(f"{name} at {address} is told to decode with version {version}; its /healthz shows when it does")
 
 
 def _promoted(slug: str, now: Promotion) -> str:

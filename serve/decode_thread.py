@@ -322,6 +322,9 @@ class DecodeThread:
             self._count_off(len(command.submissions))
             command.stream.deliver([errors.bad_request(str(error), None)])
             return
+        except Exception:
+            command.stream.deliver([errors.internal()])
+            raise
         for submission in command.submissions:
             if submission.method is not None:
                 self._methods[submission.sequence_id] = submission.method

@@ -38,13 +38,13 @@ SURFACE = {
     f"{SAMPLING} {PENALTIES} {LOADING}",
     "bench": f"--config --prompts --methods --budgets --policy --cost --warmup --out --limit {SAMPLING} {LOADING}",
     "policies": "--config --tracking-uri --format",
-    "promote": "--config --tracking-uri",
+    "promote": "--config --tracking-uri --address",
     "bench-serve": "--prompts --out --url --model --api-key-file --arms --concurrency --rates --blocks "
     "--block-requests --max-new-tokens --temperature --seed --slo-ttft --slo-token --timeout --limit --soak "
     "--leave-share --policies --swap-every --sample-every --tolerate-ties --dashboard --app --tracking-uri",
     "query": "--store --format",
     "replay": "--store --method --policy --config --budgets --target --task --prompts --held-out --cost --format",
-    "rollback": "--config --tracking-uri",
+    "rollback": "--config --tracking-uri --address",
     "serve": "--config --host --port --replicas --policy --methods --threads --address --api-keys-file",
     "schedule run": "--config --address --working-dir --state --interval",
     "schedule status": "--config --state --last --format",

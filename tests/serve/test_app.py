@@ -79,7 +79,7 @@ class Server:
             time.sleep(0.1)
 
     def session_pids(self) -> list[int]:
-        """Processes whose command line names this head's folder, or that descend from it: Ray's and the replicas."""
+        """Processes that descend from it: Ray's own and the replicas."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -149,19 +149,22 @@ def test_many_at_once_share_the_engine(server: Server) -> None:
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_leaves_frees_its_place(server: Server, is_streamed: bool) -> None:
-    async def run() -> None:
-        for _ in range(4):
-            async with httpx2.AsyncClient(timeout=60) as client:
-                body = server.ask(max_tokens=450, stream=is_streamed, graft={"method": "plain"})
-                task = asyncio.create_task(leave(client, body))
-                await asyncio.to_thread(server.wait_for, lambda: server.health()["sequences"] > 0 or task.done())
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+    async def begin_and_leave() -> None:
+        body = server.ask(max_tokens=450, stream=is_streamed, graft={"method": "plain"})
+        async with httpx2.AsyncClient(timeout=60) as client:
+            task = asyncio.create_task(hold(client, body))
+            await asyncio.to_thread(server.wait_for, lambda: server.health()["sequences"] > 0 or task.done())
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
-    async def leave(client: Any, body: Any) -> None:
+    async def hold(client: Any, body: Any) -> None:
         async with client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as response:
             async for _ in response.aiter_bytes():
                 await asyncio.sleep(60)
+
+    async def run() -> None:
+        for _ in range(4):
+            await begin_and_leave()
 
     asyncio.run(run())
     server.wait_for(lambda: server.health()["sequences"] == 0, 30)
