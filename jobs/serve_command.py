@@ -103,9 +103,10 @@ def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any
         "methods": list(request.methods),
     }
     if request.address is None:
-        # This machine is ours: its processors are shared out among the replicas.
+        # This machine is ours: its processors are shared out among the replicas. Reserved is half of them, so that
+        # there is room for another application, or for a job, beside this one.
         share = max(1, (os.cpu_count() or 1) // request.replicas)
-        args["num_cpus"] = (os.cpu_count() or 1) / request.replicas
+        args["num_cpus"] = 0.5 * (os.cpu_count() or 1) / request.replicas
         args["threads"] = request.threads or settings.threads or share
     elif request.threads is not None:
         args["threads"] = request.threads
