@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,11 +17,13 @@ from graft_dist.errors import ConfigError
 from graft_dist.schedule import Schedule
 from jobs import cli
 from jobs.job_queue import JobState, QueueUnavailable
+from jobs.ray_head import free_ports
 from jobs.schedule import ScheduledTarget, Scheduler, submit_once
 from jobs.schedule_command import follow, scheduled_targets, with_entrypoint
 from jobs.schedule_state import ScheduleState, Status
 from tests.jobs.fake_queue import FakeQueue
 
+ROOT = Path(__file__).resolve().parents[2]
 HOURLY = ScheduledTarget("tiny", "tiny.yaml", Schedule(cron="0 * * * *", max_lateness_minutes=300))
 FIRST = "retrain-tiny-20260501T1000Z"
 
@@ -361,13 +367,29 @@ def test_status_shows_the_next_run_and_the_last_outcomes(
 def test_a_second_scheduler_on_the_same_file_is_refused(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import fcntl
-
     file = tmp_path / "schedule.sqlite"
     with (tmp_path / "schedule.sqlite.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert cli.run(["schedule", "run", "--config", str(config), "--state", str(file)]) == 2
     assert "another scheduler is at work with this file" in capsys.readouterr().err
+
+
+def test_the_loop_waits_for_a_cluster_that_is_away_and_ends_when_asked(tmp_path: Path, config: Path) -> None:
+    command = [sys.executable, "-m", "jobs.cli", "schedule", "run", "--config", str(config), "--interval", "0.1"]
+    command += ["--state", str(tmp_path / "schedule.sqlite"), "--address", f"http://127.0.0.1:{free_ports(1)[0]}"]
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert running.stdout is not None
+        assert "next run" in running.stdout.readline()
+        assert "ticks are kept and made up for" in running.stdout.readline()
+        running.send_signal(signal.SIGTERM)
+        output, _ = running.communicate(timeout=120)
+    finally:
+        running.kill()
+    assert running.returncode == 0
+    assert output.startswith("stopped; submitted jobs go on")
+    with ScheduleState(tmp_path / "schedule.sqlite", is_read_only=True) as state:
+        assert state.watermark("smollm2-135m") is not None
 
 
 def test_a_file_of_another_kind_or_version_is_refused(tmp_path: Path) -> None:
