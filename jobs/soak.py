@@ -37,7 +37,6 @@ from jobs.serve_bench import Server, about_server, check_folder, find_model, sta
 
 _MAX_TRIES = 60  # of a request that a full server sends away
 _SWAP_PATIENCE_S = 120.0
-_FIRST_SWAP_PATIENCE_S = 10.0
 _IDLE_LOOKS = 40  # half a second apart, for a server that nobody asks any more
 _SHOWN_PROBLEMS = 30  # all are in soak.json
 _STOPS = ((), (), ("\n\n",), (". ",), (",", ";"))
@@ -61,7 +60,7 @@ class SoakPlan:
 class ReplicaControl:
     """What a soak does to the application itself; both may block, and are called on a thread.
 
-    swap: gives the running application its next policy and returns what it is called; None: nothing is swapped.
+    swap: gives the running application another policy and returns what that is called; None: nothing is swapped.
     pids: process ids of the replicas on this machine.
     """
 
@@ -311,9 +310,8 @@ class _Soak:
         return str(version.get("system_fingerprint"))
 
     async def _changed_from(self, before: str) -> str:
-        """Wait until another policy is in force. The first swap may ask for the one that already is."""
-        patience_s = _SWAP_PATIENCE_S if self.swaps else _FIRST_SWAP_PATIENCE_S
-        deadline = time.perf_counter() + patience_s
+        """Wait until another policy is in force. Raises `GraftError` if none is, or it was refused."""
+        deadline = time.perf_counter() + _SWAP_PATIENCE_S
         while time.perf_counter() < deadline:
             after = await self._fingerprint()
             if after != before:
@@ -321,9 +319,7 @@ class _Soak:
                     raise GraftError("the policy was refused; /healthz has the reason")
                 return after
             await asyncio.sleep(0.2)
-        if self.swaps:
-            raise GraftError(f"no other policy is in force after {patience_s:g} s")
-        return before
+        raise GraftError(f"no other policy is in force after {_SWAP_PATIENCE_S:g} s")
 
     async def _sample(self) -> None:
         try:

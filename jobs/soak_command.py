@@ -29,9 +29,10 @@ def parse_policies(listed: str, tracking_uri: str | None) -> list[PolicyPin | No
         else:
             # Replicas have another working directory.
             pins.append(PolicyPin(folder=text if text.startswith("builtin:") else str(Path(text).absolute())))
-    if len({None if pin is None else pin.describe() for pin in pins}) < 2:
+    different = list({_name(pin): pin for pin in pins}.values())
+    if len(different) < 2:
         raise PolicyError(f"--policies is {listed!r}: to swap, name at least two of them")
-    return pins
+    return different
 
 
 def application_control(address: str, name: str | None, policies: Sequence[PolicyPin | None]) -> ReplicaControl:
@@ -39,18 +40,21 @@ def application_control(address: str, name: str | None, policies: Sequence[Polic
 
     Raises `GraftError` if it is not there.
     """
-    names = [application.name for application in applications.list_applications(address)]
+    running = {application.name: application for application in applications.list_applications(address)}
+    names = list(running)
     if name is None and len(names) != 1:
         raise ConfigError(f"there are {len(names)} applications at {address}: name one of {', '.join(names)} (--app)")
     chosen = names[0] if name is None else name
     if chosen not in names:
         raise ConfigError(f"there is no application {chosen!r} at {address}; there are: {', '.join(names) or 'none'}")
-    turns = itertools.cycle(policies)
+    # The policy that is in force comes last: each swap has to change something.
+    others = [policy for policy in policies if _name(policy) != _name(running[chosen].policy)]
+    turns = itertools.cycle([*others, *(policy for policy in policies if policy not in others)])
 
     def swap() -> str:
         policy = next(turns)
         applications.set_policy(address, chosen, policy)
-        return "none" if policy is None else policy.describe()
+        return _name(policy)
 
     def pids() -> list[int]:
         found = next((one for one in applications.list_applications(address) if one.name == chosen), None)
@@ -59,3 +63,7 @@ def application_control(address: str, name: str | None, policies: Sequence[Polic
         return [pid for pid in found.pids if os.path.exists(f"/proc/{pid}")]
 
     return ReplicaControl(swap if policies else None, pids)
+
+
+def _name(policy: PolicyPin | None) -> str:
+    return "none" if policy is None else policy.describe()
