@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from graft_dist.counter_random import hash_counters
+from graft_dist.drafter import DrafterConfig
 from graft_dist.kv_cache import SlotCache
 from graft_dist.target import Target
 
@@ -101,6 +102,26 @@ def tiny_config(model_type: str, vocab_size: int = TINY_VOCAB_SIZE, **overrides:
     if model_type == "mistral":
         fields["sliding_window"] = None
     return classes[model_type](**(fields | overrides))
+
+
+def tiny_drafter_config(target: Target, num_layers: int = 2, head_dim: int = 8) -> DrafterConfig:
+    """A drafter for a tiny target: block 5, taps 1 and 4, mask token 0."""
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        intermediate_size=48,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+        vocab_size=target.vocab_size,
+        block_size=5,
+        num_target_layers=target.num_layers,
+        mask_token_id=0,
+        target_layer_ids=(1, 4),
+    )
 
 
 def save_tiny_model(folder: Path, model_type: str, *, vocab_size: int = TINY_VOCAB_SIZE, seed: int = 0) -> Path:

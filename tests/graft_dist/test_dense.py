@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from graft_dist.dense import ANCHORS_AT_ONCE, dense_rounds
-from graft_dist.drafter import DFlashDrafter, DFlashModel, DrafterConfig
+from graft_dist.drafter import DFlashDrafter, DFlashModel
 from graft_dist.edge_scorer import hidden_projection
 from graft_dist.target import Target
+from tests.conftest import tiny_drafter_config
 
 PROMPT = [5, 9, 44, 130, 17, 201, 8]
 NUM_CANDIDATES = 6
@@ -18,22 +19,7 @@ NUM_CANDIDATES = 6
 @pytest.fixture(scope="module")
 def drafter(tiny_llama: Target) -> DFlashDrafter:
     torch.manual_seed(3)
-    config = DrafterConfig(
-        hidden_size=tiny_llama.hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-        vocab_size=tiny_llama.vocab_size,
-        block_size=5,
-        num_target_layers=tiny_llama.num_layers,
-        mask_token_id=0,
-        target_layer_ids=(1, 4),
-    )
+    config = tiny_drafter_config(tiny_llama)
     return DFlashDrafter(DFlashModel(config), tiny_llama, "random")
 
 

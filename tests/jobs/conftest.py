@@ -9,29 +9,15 @@ import pytest
 import torch
 
 from graft_dist.config import Resources, TargetConfig
-from graft_dist.drafter import DFlashModel, DrafterConfig, save_drafter
+from graft_dist.drafter import DFlashModel, save_drafter
 from graft_dist.target import Target
+from tests.conftest import tiny_drafter_config
 
 
 @pytest.fixture(scope="session")
 def tiny_drafter_folder(tiny_llama: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random float32 drafter of two layers and block 5 for `tiny_llama`."""
-    config = DrafterConfig(
-        hidden_size=tiny_llama.hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-        vocab_size=tiny_llama.vocab_size,
-        block_size=5,
-        num_target_layers=tiny_llama.num_layers,
-        mask_token_id=0,
-        target_layer_ids=(1, 4),
-    )
+    config = tiny_drafter_config(tiny_llama)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("tiny-drafter") / "drafter"
     save_drafter(DFlashModel(config), folder, tokenizer_sha256=tiny_llama.tokenizer_sha256, dtype=torch.float32)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import typer
 
-from graft_dist.drafter import DFlashDrafter, DFlashModel, DrafterConfig, save_drafter
+from graft_dist.drafter import DFlashDrafter, DFlashModel, save_drafter
 from graft_dist.engine import Engine
 from graft_dist.generate import Answer, Request
 from graft_dist.policy import GraftPolicy
@@ -23,6 +23,7 @@ from graft_dist.target import Target
 from jobs import audit_command, cli, generate_command
 from jobs.out_file import write_aside
 from storage import TrajectoryStore
+from tests.conftest import tiny_drafter_config
 from tests.graft_dist.policies import make_policy, random_network
 from tests.storage.records import DATASET, write_unit
 
@@ -110,11 +111,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Callable[[str
     """A folder with tiny.yaml (a random target and a random drafter), prompts.jsonl and bad.jsonl."""
     folder = tmp_path_factory.mktemp("project")
     torch.manual_seed(1)
-    drafter = DrafterConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        intermediate_size=48, rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, vocab_size=320,
-        block_size=5, num_target_layers=8, mask_token_id=0, target_layer_ids=(1, 4),
-    )  # fmt: skip
+    drafter = tiny_drafter_config(tiny_llama, num_layers=1)
     save_drafter(DFlashModel(drafter), folder / "drafter", tokenizer_sha256=tiny_llama.tokenizer_sha256)
     config = {"target": str(tiny_folder("llama")), "drafter": str(folder / "drafter"), "dtype": "float32"}
     config |= {"device": "cpu", "max_length": 256, "max_slots": 2, "threads": 1, "budgets": [4, 8]}

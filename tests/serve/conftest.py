@@ -20,14 +20,14 @@ from transformers import AutoModelForCausalLM
 
 from graft_dist.config import Resources, TargetConfig
 from graft_dist.counter_random import hash_counters
-from graft_dist.drafter import DFlashModel, DrafterConfig, save_drafter
+from graft_dist.drafter import DFlashModel, save_drafter
 from graft_dist.target import Target
 from serve import service as service_module
 from serve.http_app import create_app
 from serve.observer import RequestReport
 from serve.serve_args import ServeArgs
 from serve.service import Service
-from tests.conftest import TINY_VOCAB_SIZE, FakeDrafter, build_tokenizer, tiny_config
+from tests.conftest import TINY_VOCAB_SIZE, FakeDrafter, build_tokenizer, tiny_config, tiny_drafter_config
 
 RECITAL = "Stop? é世👋Д\n"
 """What the model recites; no byte comes twice in it."""
@@ -104,22 +104,7 @@ def reciting_target(reciting_folder: Path) -> Target:
 @pytest.fixture(scope="session")
 def reciting_drafter_folder(reciting_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random drafter that can be loaded, for replicas in other processes."""
-    config = DrafterConfig(
-        hidden_size=reciting_target.hidden_size,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=48,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        max_position_embeddings=512,
-        vocab_size=reciting_target.vocab_size,
-        block_size=5,
-        num_target_layers=reciting_target.num_layers,
-        mask_token_id=0,
-        target_layer_ids=(1, 4),
-    )
+    config = tiny_drafter_config(reciting_target, num_layers=1, head_dim=16)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("reciting-drafter") / "drafter"
     save_drafter(DFlashModel(config), folder, tokenizer_sha256=reciting_target.tokenizer_sha256, dtype=torch.float32)
