@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -35,6 +36,25 @@ def count(text: str) -> int:
     number = whole_number(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")
+    return number
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    number = from_zero(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def from_zero(text: str) -> float:
+    """A finite number from 0 on."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= number < math.inf:  # also for NaN
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return number
 
 

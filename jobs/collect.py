@@ -23,7 +23,7 @@ from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.policy import METHODS
 from graft_dist.sampling import SamplingParams
-from jobs.arguments import count, job_parser, list_of, whole_number
+from jobs.arguments import count, from_zero, job_parser, list_of, positive, whole_number
 from jobs.cluster import job_id
 from jobs.collection import CollectRequest, run
 from jobs.decode_spec import DecodeSpec
@@ -114,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", metavar="URI", help="root of the trajectory store; an absolute path or file:// in a submitted job")
     add("--no-write", action="store_true", help="decode without recording, to measure what recording costs")
     add("--actors", type=count, metavar="N", help="number of actors (default: the configuration's)")
-    add("--wait-for-nodes", type=float, default=0.0, metavar="S", help="let the cluster start nodes for so long (0)")
+    add("--wait-for-nodes", type=from_zero, default=0.0, metavar="S", help="let a cluster start nodes for so long (0)")
     add("--slots", type=count, metavar="S", help="sequences that an actor decodes together (default: max_slots)")
     add("--method", choices=METHODS, default="ddtree", help="how rounds draft (default: ddtree)")
     nodes = "draft nodes per round (default: the configuration's); chain: its depth"
@@ -128,9 +128,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=count, metavar="N", help="only the first N prompts")
     add("--unit-size", type=count, default=16, metavar="N", help="sequences decoded and committed together (16)")
     add("--commit-units", type=count, default=8, metavar="N", help="commit when so many units are finished (8)")
-    add("--commit-interval", type=float, default=30.0, metavar="S", help="or after so many seconds (30)")
+    add("--commit-interval", type=from_zero, default=30.0, metavar="S", help="or after so many seconds (30)")
     add("--max-attempts", type=count, default=3, metavar="N", help="tries of a unit before it is set aside (3)")
-    add("--progress-interval", type=float, default=10.0, metavar="S", help="seconds between progress lines (10)")
+    add("--progress-interval", type=positive, default=10.0, metavar="S", help="seconds between progress lines (10)")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),

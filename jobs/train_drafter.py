@@ -23,7 +23,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.learning.drafter import DrafterTraining
-from jobs.arguments import count, job_parser, list_of, whole_number
+from jobs.arguments import count, from_zero, job_parser, list_of, positive, whole_number
 from jobs.cluster import job_id
 from jobs.drafter_training import DrafterRequest, DrafterShape, run
 
@@ -87,7 +87,7 @@ def request_from(options: argparse.Namespace) -> DrafterRequest:
 def _parser() -> argparse.ArgumentParser:
     parser = job_parser("train_drafter.py", __doc__)
     add = parser.add_argument
-    numbers, layers = list_of(float, "numbers such as 0,0.7"), list_of(int, "layers such as 1,10,19,28")
+    numbers, layers = list_of(from_zero, "numbers such as 0,0.7"), list_of(int, "layers such as 1,10,19,28")
     add("--store", required=True, metavar="URI", help="trajectory store that holds the answers")
     add("--out", required=True, metavar="DIR", help="folder of the run: checkpoints, log, and drafter/")
     add("--temperatures", type=numbers, default=(0.0,), metavar="T,T", help="an answer per prompt at each (0)")
@@ -106,10 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=whole_number, required=True, metavar="N", help="optimizer steps of the whole run")
     add("--sequences-per-step", type=whole_number, default=16, metavar="N", help="answers in a step (16)")
     add("--anchors", type=whole_number, default=64, metavar="N", help="blocks drawn from an answer (64)")
-    add("--learning-rate", type=float, default=5e-3, help="peak learning rate (0.005)")
-    add("--gamma", type=float, default=4.0, help="decay of the loss with depth: 4 for blocks of 8, 7 for 16 (4)")
+    add("--learning-rate", type=positive, default=5e-3, help="peak learning rate (0.005)")
+    add("--gamma", type=positive, default=4.0, help="decay of the loss with depth: 4 for blocks of 8, 7 for 16 (4)")
     add("--soft-weight", type=float, default=0.7, help="share of the target's distribution in the labels (0.7)")
-    add("--feature-cache-gb", type=float, default=8.0, help="memory per worker for the target's features (8)")
+    add("--feature-cache-gb", type=from_zero, default=8.0, help="memory per worker for the target's features (8)")
     add("--evaluate-every", type=count, default=100, metavar="N", help="steps between scores (100)")
     add("--checkpoint-every", type=count, default=100, metavar="N", help="steps between checkpoints (100)")
     add("--workers", type=whole_number, default=1, metavar="N", help="training workers: 1, 2, 4 or 8 (1)")

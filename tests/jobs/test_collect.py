@@ -163,6 +163,10 @@ def test_what_cannot_work_is_one_sentence_and_exit_code_2(
         (["--actors", "x"], "'x' is not a whole number"),
         (["--budget", "x"], "'x' is not a whole number"),
         (["--explore", "a,b"], "'a,b' is not a list of budgets such as 0,4,8,16"),
+        (["--commit-interval", "-1"], "-1 is not a number from 0 on"),
+        (["--commit-interval", "nan"], "nan is not a number from 0 on"),
+        (["--progress-interval", "0"], "0 is not above 0"),
+        (["--wait-for-nodes", "soon"], "'soon' is not a number"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )

@@ -160,6 +160,29 @@ def test_what_cannot_work_is_one_sentence(
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--temperatures", "0,-1"], "-1 is not a number from 0 on"),
+        (["--temperatures", "0,x"], "'x' is not a number"),
+        (["--learning-rate", "nan"], "nan is not a number from 0 on"),
+        (["--gamma", "0"], "0 is not above 0"),
+        (["--feature-cache-gb", "inf"], "inf is not a number from 0 on"),
+    ],
+)
+def test_impossible_numbers_are_refused_with_their_option(
+    config_file: Path,
+    prompts_file: Path,
+    tmp_path: Path,
+    more: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(config_file, prompts_file, tmp_path, *more))
+    assert f"argument {more[0]}: {message}" in capsys.readouterr().err
+
+
 def test_a_submitted_job_needs_absolute_folders(
     config_file: Path,
     prompts_file: Path,
