@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from graft_dist.config import TargetConfig
 from serve.http_app import create_app
+from serve.metrics import ServingMetrics
 from serve.serve_args import ServeArgs, UserConfig
 from serve.service import Service
 
@@ -19,7 +20,8 @@ class Decoder:
     """One replica. Serve calls `reconfigure` once before the first request, then whenever the user_config changes."""
 
     def __init__(self, args: ServeArgs, config: TargetConfig) -> None:
-        self._service = Service(args, config)
+        metrics = ServingMetrics()
+        self._service = Service(args, config, observers=[metrics], request_observers=[metrics])
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes; Serve asks for them once the replica is made."""
