@@ -66,7 +66,7 @@ def _mismatch(axes: Any, report: Report) -> None:
 
 def _utility(axes: Any, report: Report, curves: GainCurves) -> None:
     """Figure 1c of the paper."""
-    for name in DIFFICULTIES:
+    for name in [name for name in DIFFICULTIES if curves.num_rounds[name] > 0]:
         tokens = curves.tokens[name]
         utility = 1000 * tokens / report.costs.best.curve.table(len(tokens) - 1)
         best = int(np.argmax(utility[1:])) + 1

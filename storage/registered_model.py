@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SERVED_CODE = Path(__file__).with_name("edge_model.py")
@@ -30,8 +32,7 @@ def write_model(folder: Path, aside: Path, target_spec: str) -> Path:
     shutil.copytree(folder, policy)
     edges = Schema([ColSpec("long", "parent"), ColSpec("long", "child"), ColSpec("long", "depth")])
     example = pd.DataFrame({"parent": [1, 1], "child": [2, 3], "depth": [1, 1]})
-    with warnings.catch_warnings(), _quiet("mlflow"):
-        warnings.simplefilter("ignore")
+    with quiet("mlflow"):
         mlflow.pyfunc.save_model(
             str(model),
             python_model=str(SERVED_CODE),
@@ -50,15 +51,15 @@ def _requirements() -> list[str]:
     return [f"{package}=={version(package)}" for package in ("graft-dist", "mlflow")]
 
 
-class _quiet:
-    """Keep a package's warnings out of a job's log."""
-
-    def __init__(self, name: str) -> None:
-        self._logger = logging.getLogger(name)
-
-    def __enter__(self) -> None:
-        self._level = self._logger.level
-        self._logger.setLevel(logging.ERROR)
-
-    def __exit__(self, *exception: object) -> None:
-        self._logger.setLevel(self._level)
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Keep a package's remarks and warnings out of a job's log for a while; errors are still shown."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        # Recorded, and dropped: MLflow resets the filters that would ignore its own.
+        with warnings.catch_warnings(record=True):
+            yield
+    finally:
+        logger.setLevel(level)

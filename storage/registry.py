@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import platformdirs
 
 from graft_dist.errors import RegistryError
+from storage.registered_model import quiet, write_model
 
 PREFIX = "graft-"
 CHAMPION, CHALLENGER, PREVIOUS = "champion", "challenger", "previous"
@@ -104,7 +105,7 @@ class Registry:
             from mlflow.tracking import MlflowClient
 
             # Two processes that create the tables of one SQLite file at once leave it broken.
-            with self._alone():
+            with self._alone(), quiet("mlflow.store.db.utils"):
                 self.client = MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
                 self.client.search_experiments(max_results=1)
 
@@ -268,8 +269,6 @@ class Registry:
         description: str,
         run_id: str | None,
     ) -> int:
-        from storage.registered_model import write_model
-
         run_id = run_id or self._new_run(experiment, tags)
         with tempfile.TemporaryDirectory() as aside:
             model = write_model(folder, Path(aside), tags.get(SPEC_TAG, ""))
