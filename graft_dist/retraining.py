@@ -40,6 +40,12 @@ class Retraining(BaseModel):
     dense: Annotated[bool, Field(description="true or false")] = True
     min_new_sequences: Annotated[int, Field(ge=0, description="a whole number from 0 on")] = 1
 
+    # How the challenger is trained, see jobs/train.py.
+    every_prompt: Annotated[bool, Field(description="true or false")] = False
+    num_workers: Annotated[int, Field(ge=0, le=1024, description="a whole number from 0, this process, to 1024")] = 0
+    steps: _Count = 1500
+    min_rounds: _Count = 1000
+
     # What the challenger has to show.
     margin: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, description="a share from 0 to 1")] = 0.01
     num_live_prompts: Annotated[int, Field(ge=0, le=10_000, description="a whole number from 0 to 10000")] = 12

@@ -36,6 +36,9 @@ def connect(address: str | None) -> Cluster:
     `address` "local" always starts one. Raises `ConfigError` when an address was given and does not answer.
 
     """
+    if ray.is_initialized():  # an earlier step of this process has joined it
+        found = ray.get_runtime_context().gcs_address
+        return Cluster(False, f"still in the Ray cluster at {found}", ray.cluster_resources())
     wanted = address or os.environ.get("RAY_ADDRESS")
     if wanted != "local":
         try:

@@ -1,9 +1,9 @@
 """A lease: one run at a time for a name, over all processes and machines that share a folder.
 
 The lease is a file that says who holds it and when the holder last gave a sign of life. A holder that falls silent for
-`stale_after_s` has lost it: the next run takes over, and the old holder, should it wake up, finds out at its next beat
-or `check`. Changes to the file happen under a lock of the operating system that is held for an instant only, so that
-two runs cannot both find a stale lease and take it.
+`stale_after_s`, or whose process on this machine has ended, has lost it: the next run takes over, and the old holder,
+should it wake up, finds out at its next beat or `check`. Changes to the file happen under a lock of the operating
+system that is held for an instant only, so that two runs cannot both find a stale lease and take it.
 
 The clocks of machines that share the folder must agree to well within `stale_after_s`.
 """
@@ -70,7 +70,7 @@ class Lease:
             raise GraftError(f"the folder {self.path.parent} cannot be made ({error.strerror})") from error
         with self._lock:
             holder, now = self._read(), self._clock()
-            if holder is not None and holder.token != self._token and now - holder.beat_at < self.stale_after_s:
+            if holder is not None and self._is_alive(holder, now):
                 raise LeaseHeldError(
                     f"run {holder.run_id} is at work (process {holder.pid} on {holder.host}, last sign of life "
                     f"{max(0.0, now - holder.beat_at):.0f} s ago)"
@@ -96,6 +96,12 @@ class Lease:
             holder = self._read()
             if holder is not None and holder.token == self._token:
                 self.path.unlink()
+
+    def _is_alive(self, holder: Holder, now: float) -> bool:
+        if holder.token == self._token or now - holder.beat_at >= self.stale_after_s:
+            return False
+        # On this machine there is no need to wait for the silence to grow long.
+        return holder.host != platform.node() or Path(f"/proc/{holder.pid}").exists() or not Path("/proc/self").exists()
 
     def _read(self) -> Holder | None:
         """The holder; None without one, or where the file says nothing that can be read."""

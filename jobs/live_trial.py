@@ -14,10 +14,9 @@ from graft_dist.audit import TieRule, audit_answers
 from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.errors import GraftError
-from graft_dist.generate import Answer, Request, answer_all, to_request
+from graft_dist.generate import Answer, Request, answer_all
 from graft_dist.policy import DecodingPolicy, GraftPolicy
 from graft_dist.policy_maker import PolicyMaker
-from graft_dist.prompts import Prompt
 from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
 
@@ -27,8 +26,8 @@ class LivePlan:
     """What to try; policies are folders."""
 
     config: TargetConfig
-    prompts: tuple[Prompt, ...]
-    num_audited: int  # of the prompts, the first ones
+    requests: tuple[Request, ...]
+    num_audited: int  # of the requests, the first ones
     max_new_tokens: int
     challenger: str
     champion: str | None  # None: DDTree at `ddtree_budget`
@@ -68,7 +67,6 @@ def run_live(plan: LivePlan) -> LiveTrial:
     target, drafter = load_decoder(plan.config)
     policies = {name: _policy(plan, name, PolicyMaker(target, drafter, plan.config.num_candidates,
                 learned=_learned(plan, name))) for name in ("champion", "challenger")}  # fmt: skip
-    requests = [to_request(prompt, target.tokenizer, plan.config) for prompt in plan.prompts]
     params = SamplingParams(max_new_tokens=plan.max_new_tokens)
     engine = new_engine(plan.config, target, drafter, policies["champion"], max_slots=1, max_budget=_max_budget(plan))
 
@@ -77,15 +75,15 @@ def run_live(plan: LivePlan) -> LiveTrial:
         return next(answer_all(engine, [request], params))
 
     for name in policies:
-        answer(name, requests[0])  # compiles and grows caches; not counted
+        answer(name, plan.requests[0])  # compiles and grows caches; not counted
     answers: dict[str, list[Answer]] = {name: [] for name in policies}
-    for turn, request in enumerate(requests):
+    for turn, request in enumerate(plan.requests):
         for name in ("champion", "challenger") if turn % 2 == 0 else ("challenger", "champion"):
             answers[name].append(answer(name, request))
     reference = Reference.load(plan.config, target, params)
     limits = {
         request.prompt_id: min(params.max_new_tokens, engine.max_length - len(request.token_ids))
-        for request in requests
+        for request in plan.requests
     }
     audited = answers["challenger"][: plan.num_audited]
     report = audit_answers("challenger", audited, reference, limits, TieRule(target.dtype), {}, drafts=False)

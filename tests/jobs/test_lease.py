@@ -126,7 +126,15 @@ def test_a_killed_process_leaves_a_lease_that_is_taken_over(tmp_path: Path) -> N
     )
     path = tmp_path / "lease.json"
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False, timeout=60).returncode == -9
-    with pytest.raises(LeaseHeldError, match="killed"):
+    former = Lease(path, "next").acquire()
+    assert former is not None and former.run_id == "killed"
+
+
+def test_a_process_of_another_machine_is_given_time(tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+    Lease(path, "far").acquire()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere", "pid": 2**22 + 1}))
+    with pytest.raises(LeaseHeldError, match="on elsewhere"):
         Lease(path, "next").acquire()
     former = Lease(path, "next", stale_after_s=0).acquire()
-    assert former is not None and former.run_id == "killed"
+    assert former is not None and former.run_id == "far"

@@ -1,0 +1,176 @@
+"""Evidence for the gate: challenger and champion replayed on the same held-out rounds, and decoding live in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from graft_dist.budget import FixedBudget
+from graft_dist.config import TargetConfig
+from graft_dist.cost_curve import CostCurve
+from graft_dist.edge_scorer import MarginalScorer
+from graft_dist.errors import PolicyError
+from graft_dist.generate import Request
+from graft_dist.policy import GraftPolicy
+from graft_dist.retraining import Retraining
+from graft_dist.target import read_embeddings
+from graft_dist.trial import Arm, Trial, run_trial
+from jobs.cluster import connect
+from jobs.gate import Evidence, Side, compare
+from jobs.learning_data import LearningData, open_snapshot, read_learning_data
+from jobs.live_trial import LivePlan, LiveTrial, Turns, run_live
+from storage import connect as connect_store
+from storage.recorded_rounds import Selection, recorded_rounds
+
+Version = tuple[int, Path]
+"""A registered version's number and its policy's folder."""
+
+
+def evidence_of(row: Mapping[str, Any] | None) -> Evidence | None:
+    """The evidence that `asdict` made a row of."""
+    if row is None:
+        return None
+    sides = {name: Side(**row[name]) for name in ("champion", "challenger")}
+    return Evidence(**{**row, **sides})
+
+
+class Evaluator:
+    """Compares policies of one target on the test split of one store."""
+
+    def __init__(self, config: TargetConfig, settings: Retraining, store: str, address: str | None) -> None:
+        self.config, self.settings, self.store, self.address = config, settings, store, address
+
+    def compare(self, champion: Version | None, challenger: Version) -> dict[str, Any]:
+        """Return `replay` and `live` evidence as rows, and what the audit found.
+
+        Without a champion, or with one that was trained for another target or drafter, the challenger has to beat
+        DDTree: at its best configured budget in replay, at the configuration's budget live.
+        """
+        data = read_learning_data(
+            self.config,
+            self.store,
+            open_snapshot(self.store, None),
+            every_prompt=self.settings.every_prompt,
+            min_rounds=1,
+        )
+        ours = GraftPolicy.load(challenger[1])
+        theirs = None if champion is None else _fitting(GraftPolicy.load(champion[1]), ours)
+        is_foreign = champion is not None and theirs is None
+        note = f"champion v{champion[0]} was trained for other models" if champion is not None and is_foreign else ""
+        replayed = self._replay(data, theirs, f"v{champion[0]}" if champion else "", ours, f"v{challenger[0]}")
+        live = self._live(data, champion if theirs is not None else None, challenger)
+        return {
+            "replay": asdict(replayed),
+            "live": None if live is None else asdict(live[0]),
+            "num_audited": 0 if live is None else live[1].num_audited,
+            "num_bugs": 0 if live is None else live[1].num_bugs,
+            "differences": [] if live is None else live[1].differences,
+            "note": note,
+        }
+
+    def _replay(
+        self, data: LearningData, theirs: GraftPolicy | None, their_name: str, ours: GraftPolicy, our_name: str
+    ) -> Evidence:
+        cost = _cost(ours)
+        embeddings = read_embeddings(self.config.target, revision=self.config.revision)
+        scorers = {"challenger": ours.replay_scorer(embeddings, data.num_hidden), "marginal": MarginalScorer()}
+        arms = [Arm("challenger", "challenger", lambda: ours.budget_policy(cost))]
+        budgets = [budget for budget in self.config.budgets if budget <= ours.max_budget] or [ours.max_budget]
+        if theirs is None:
+            arms += [Arm(f"ddtree {budget}", "marginal", _fixed(budget)) for budget in budgets]
+        else:
+            scorers["champion"] = theirs.replay_scorer(embeddings, data.num_hidden)
+            arms.append(Arm(f"champion {their_name}", "champion", lambda: theirs.budget_policy(cost)))
+        prompt_of = {sequence.sequence_id: sequence.prompt_id for sequence in data.splits["test"]}
+        selection = Selection(target=self.config.slug, prompt_ids=sorted(set(prompt_of.values())), kind="decoded")
+        with closing(connect_store(self.store, snapshot=data.snapshot)) as connection:
+            rounds = (
+                batch for batch in recorded_rounds(connection, selection) if batch.candidate_ids.shape[1:] == data.shape
+            )
+            most = max(ours.max_budget, theirs.max_budget if theirs is not None else 0)
+            trial = run_trial(rounds, prompt_of, scorers, arms, cost, most)
+        rival = max((arm.name for arm in arms[1:]), key=lambda name: trial.row(name).tokens_per_s)
+        compared = trial.compare("challenger", rival)
+        return Evidence(
+            "replay",
+            _side(trial, rival, rival),
+            _side(trial, "challenger", f"challenger {our_name}"),
+            compared.ratio,
+            compared.low,
+            compared.high,
+            len(set(prompt_of.values())),
+        )
+
+    def _live(
+        self, data: LearningData, champion: Version | None, challenger: Version
+    ) -> tuple[Evidence, LiveTrial] | None:
+        """Run the live trial where the models fit: as a task with an actor's resources."""
+        requests = _test_requests(data, self.settings.num_live_prompts)
+        if not requests:
+            return None
+        resources = self.config.resources
+        plan = LivePlan(
+            config=self.config,
+            requests=requests,
+            num_audited=self.settings.num_audit_prompts,
+            max_new_tokens=self.settings.max_new_tokens,
+            challenger=str(challenger[1]),
+            champion=None if champion is None else str(champion[1]),
+            ddtree_budget=self.config.budget,
+            num_threads=self.config.threads or max(1, int(resources.num_cpus)),
+        )
+        cluster = connect(self.address)
+        try:
+            task = ray.remote(num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, max_retries=1)(run_live)
+            found: LiveTrial = ray.get(task.remote(plan))
+        finally:
+            if cluster.is_local:
+                ray.shutdown()
+        rival = f"ddtree {self.config.budget}" if champion is None else f"champion v{champion[0]}"
+        sides = (
+            (name, _totals(turns), turns.mat, None)
+            for name, turns in ((rival, found.champion), (f"challenger v{challenger[0]}", found.challenger))
+        )
+        return compare("live", *sides), found
+
+
+def _fitting(champion: GraftPolicy, challenger: GraftPolicy) -> GraftPolicy | None:
+    """The champion, if it is of the challenger's target and drafter."""
+    try:
+        champion.check(challenger.target_fingerprint, challenger.drafter_fingerprint)
+    except PolicyError:
+        return None
+    return champion
+
+
+def _cost(policy: GraftPolicy) -> CostCurve:
+    """The curve that both sides are judged by: what was recorded when the challenger's rounds were."""
+    if not policy.cost_curves:
+        raise PolicyError("the challenger has no cost curve to judge by")
+    return next(iter(policy.cost_curves.values()))
+
+
+def _fixed(budget: int) -> Any:
+    return lambda: FixedBudget(budget)
+
+
+def _side(trial: Trial, arm: str, name: str) -> Side:
+    row = trial.row(arm)
+    return Side(name, row.tokens_per_s, row.mat, row.mismatch_rate)
+
+
+def _totals(turns: Turns) -> Any:
+    """[prompts, 2] milliseconds and tokens."""
+    return np.array([turns.decode_ms, turns.num_tokens], np.float64).T
+
+
+def _test_requests(data: LearningData, count: int) -> tuple[Request, ...]:
+    """The first prompts of the test split, in the order of their ids."""
+    found = {sequence.prompt_id: sequence for sequence in data.splits["test"]}
+    return tuple(Request(name, found[name].task, list(found[name].prompt_token_ids)) for name in sorted(found)[:count])

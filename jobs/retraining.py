@@ -1,0 +1,275 @@
+"""One retraining run of one target: collect, compact, train, evaluate, decide, clean up.
+
+Each step is done once for a run, whatever kills the job in between (`run_steps`), and one run of a target is at work
+at a time (`lease`). A run that was cut off is gone on with by the next start; one that ended is not touched again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from graft_dist.config import TargetConfig
+from graft_dist.errors import ConfigError, GraftError
+from graft_dist.retraining import Retraining
+from graft_dist.sampling import SamplingParams
+from jobs.cluster import job_id
+from jobs.collection import CollectRequest
+from jobs.collection import run as collect
+from jobs.decode_spec import DecodeSpec
+from jobs.driver import Ending
+from jobs.evaluation import Evaluator, evidence_of
+from jobs.fresh_prompts import asked_before, choose_fresh, write_prompts
+from jobs.gate import decide
+from jobs.lease import Lease, LeaseHeldError, LeaseLostError, hold
+from jobs.out_file import to_json, write_aside
+from jobs.policy_training import PolicyRequest
+from jobs.policy_training import run as train
+from jobs.ray_pool import PoolSettings
+from jobs.retraining_report import write_report
+from jobs.run_steps import Ends, Results, Step, StepFailedError, run_steps
+from storage.registry import CHALLENGER, CHAMPION, Registry
+from storage.trajectories import TrajectoryStore
+
+EXIT_FAILED, EXIT_LEASE_HELD = 1, 75
+
+
+class Stopped(Exception):
+    """A step was stopped from outside, with this exit code; the next start goes on there."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"stopped with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrainRequest:
+    """What a run is asked to do."""
+
+    config: TargetConfig
+    settings: Retraining
+    tracking_uri: str
+    policy_request: Callable[[Path], PolicyRequest]
+    """Makes the training's request, given the folder for what it leaves."""
+    run_id: str | None = None  # None: the unfinished run, else a new one
+    wait_s: float = 0.0  # for another run of the same target to end
+    address: str | None = None  # of the Ray cluster
+
+    @property
+    def runs(self) -> Path:
+        """The target's folder of runs."""
+        return Path(self.settings.runs).expanduser() / self.config.slug
+
+    @property
+    def store(self) -> str:
+        """Root of the trajectory store."""
+        return self.settings.store if "://" in self.settings.store else str(Path(self.settings.store).expanduser())
+
+
+def say(line: str) -> None:
+    """Print a line at once, so that a job's log can be followed."""
+    print(f"retrain: {line}", flush=True)
+
+
+def run(request: RetrainRequest, failpoint: Callable[[str], None] = lambda _: None) -> int:
+    """Do what is left of a run, say how it ended in the last line, and return the exit code.
+
+    `failpoint` is for tests that kill the process; it is called with a step's name before and after it.
+
+    Raises a `GraftError` before any work when the request cannot be carried out.
+    """
+    _check_places(request)
+    run_id = request.run_id or _unfinished(request.runs) or f"{datetime.now(UTC):%Y%m%dT%H%M%S}"
+    lease = Lease(request.runs / "lease.json", run_id)
+    try:
+        with hold(lease, wait_s=request.wait_s) as former:
+            if former is not None and former.run_id != run_id:
+                say(f"took over from run {former.run_id}, which has given no sign of life")
+            return _run_alone(request, run_id, lease, failpoint)
+    except LeaseHeldError as error:
+        say(str(error))
+        return EXIT_LEASE_HELD
+    except LeaseLostError as error:
+        say(str(error))
+        return EXIT_LEASE_HELD
+
+
+def _run_alone(request: RetrainRequest, run_id: str, lease: Lease, failpoint: Callable[[str], None]) -> int:
+    folder = request.runs / run_id
+    end = folder / "end.json"
+    if end.exists():
+        ended = json.loads(end.read_text(encoding="utf-8"))
+        say(f"run {run_id} has ended already")
+        say(ended["line"])
+        return int(ended["exit_code"])
+    say(f"run {run_id} of {request.config.slug} in {folder}")
+    job = _Job(request, folder)
+    try:
+        results = run_steps(folder, _watched(job.steps(), failpoint), check=lease.check, say=say)
+        line = f"{results.outcome}: {results.reason}" if isinstance(results, Ends) else str(results["decide"]["line"])
+        code = 0
+    except StepFailedError as error:
+        line, code = str(error), EXIT_FAILED
+    except Stopped as stopped:
+        say(f"{stopped}; the same command goes on there")
+        return stopped.exit_code
+    write_aside(end, to_json({"line": line, "exit_code": code}))
+    say(line)
+    return code
+
+
+def _watched(steps: list[Step], failpoint: Callable[[str], None]) -> list[Step]:
+    def watch(step: Step) -> Step:
+        def action(results: Results) -> Any:
+            failpoint(f"before {step.name}")
+            found = step.action(results)
+            failpoint(f"after {step.name}")
+            return found
+
+        return Step(step.name, action)
+
+    return [watch(step) for step in steps]
+
+
+def _check_places(request: RetrainRequest) -> None:
+    settings = request.settings
+    for key, place in (("store", request.store), ("runs", str(request.runs))):
+        if job_id() is not None and "://" not in place and not Path(place).is_absolute():
+            raise ConfigError(
+                f"retrain.{key} is {getattr(settings, key)!r}, but a submitted job runs in a copy of the working "
+                "directory that is deleted; give an absolute path that all nodes see"
+            )
+
+
+def _unfinished(runs: Path) -> str | None:
+    """The newest run that did not come to an end."""
+    folders = [path for path in runs.glob("*/") if path.is_dir() and not (path / "end.json").exists()]
+    return max((path.name for path in folders), default=None)
+
+
+class _Job:
+    """The steps of a run. Each reads what it needs from the results of the steps before it."""
+
+    def __init__(self, request: RetrainRequest, folder: Path) -> None:
+        self.request, self.folder = request, folder
+        self.config, self.settings = request.config, request.settings
+        self.slug = request.config.slug
+
+    def steps(self) -> list[Step]:
+        """In order."""
+        actions = (self.choose, self.collect, self.compact, self.train, self.evaluate, self.decide, self.clean)
+        return [Step(action.__name__, action) for action in actions]
+
+    def choose(self, results: Results) -> Any:
+        """Choose the prompts, and write them down."""
+        settings = self.settings
+        fresh = choose_fresh(
+            settings.prompts,
+            asked_before(self.request.runs),
+            settings.num_prompts,
+            every_prompt=settings.every_prompt,
+        )
+        if len(fresh) < settings.min_new_sequences:
+            return Ends("nothing new", f"{len(fresh)} fresh prompts, and {settings.min_new_sequences} are asked for")
+        write_prompts(self.folder / "prompts.jsonl", fresh)
+        return {"num_prompts": len(fresh)}
+
+    def collect(self, results: Results) -> Any:
+        """Decode the prompts with exploring budgets; goes on by itself where it was cut off."""
+        if results["choose"]["num_prompts"] == 0:
+            return {"exit_code": 0}
+        settings, resources = self.settings, self.config.resources
+        code = collect(
+            CollectRequest(
+                spec=DecodeSpec(
+                    config=self.config,
+                    method="ddtree",
+                    budget=max(settings.explore),
+                    budgets=settings.explore,
+                    sampling=SamplingParams(max_new_tokens=settings.max_new_tokens),
+                    dense=settings.dense,
+                ),
+                prompts=(str(self.folder / "prompts.jsonl"),),
+                store=self.request.store,
+                num_slots=self.config.max_slots,
+                pool=PoolSettings(
+                    num_actors=resources.num_actors, num_cpus=resources.num_cpus, num_gpus=resources.num_gpus
+                ),
+                address=self.request.address,
+            )
+        )
+        if code > 128:
+            raise Stopped(code)
+        if code not in (Ending.COMPLETE.value, Ending.PARTIAL.value):
+            raise GraftError(f"the collection ended with exit code {code}")
+        return {"exit_code": code}
+
+    def compact(self, results: Results) -> Any:
+        """Merge small files."""
+        return asdict(TrajectoryStore(self.request.store).compact())
+
+    def train(self, results: Results) -> Any:
+        """Fit and register the challenger; goes on by itself where it was cut off."""
+        out = self.folder / "training"
+        train(self.request.policy_request(out))
+        version = self._registry().resolve(self.slug, CHALLENGER)
+        return {"version": version, "policy": str(out / "policy")}
+
+    def evaluate(self, results: Results) -> Any:
+        """Compare the challenger with the champion, or with DDTree where there is none."""
+        registry = self._registry()
+        champion = registry.resolve(self.slug, CHAMPION)
+        challenger = results["train"]["version"]
+        if champion == challenger:
+            return Ends(f"kept v{champion}", "training came to the very policy that is champion already")
+        evaluator = Evaluator(self.config, self.settings, self.request.store, self.request.address)
+        ours = (challenger, Path(results["train"]["policy"]))
+        theirs = None
+        if champion is not None:
+            # Beside the run: the live trial may be on another node, which sees this folder and not our cache.
+            beside = self.folder / "champion"
+            shutil.rmtree(beside, ignore_errors=True)
+            theirs = (champion, Path(shutil.copytree(registry.fetch(self.slug, champion), beside)))
+        return {"champion": champion, **evaluator.compare(theirs, ours)}
+
+    def decide(self, results: Results) -> Any:
+        """Promote or keep; the reason and the numbers become tags of the version, and a report."""
+        evaluated, version = results["evaluate"], results["train"]["version"]
+        replayed, live = evidence_of(evaluated["replay"]), evidence_of(evaluated["live"])
+        assert replayed is not None
+        decision = decide(replayed, live, evaluated["num_bugs"], self.settings.margin)
+        registry, champion = self._registry(), evaluated["champion"]
+        if decision.is_promoted:
+            registry.promote(self.slug, version, expected_champion=champion)
+            line = f"promoted v{version}: {decision.reason}"
+        else:
+            line = f"kept {'DDTree' if champion is None else f'v{champion}'} because {decision.reason}"
+        tags = {
+            "graft.gate.decision": "promoted" if decision.is_promoted else "kept",
+            "graft.gate.reason": decision.reason,
+            "graft.gate.champion": "none" if champion is None else str(champion),
+            "graft.gate.ratio": f"{replayed.ratio:.4f}",
+            "graft.gate.low": f"{replayed.low:.4f}",
+            "graft.gate.high": f"{replayed.high:.4f}",
+            "graft.gate.run": self.folder.name,
+        }
+        registry.tag(self.slug, version, tags)
+        report = write_report(self.folder / "report.html", self.slug, version, line, results, self.folder / "training")
+        registry.log_report(self.slug, version, report)
+        return {"line": line, "report": str(report), "is_promoted": decision.is_promoted}
+
+    def clean(self, results: Results) -> Any:
+        """Delete what the retention rule lets go."""
+        store, days = TrajectoryStore(self.request.store), self.settings.keep_days
+        num_files = 0
+        if days is not None:
+            num_files = store.forget(before=(datetime.now(UTC) - timedelta(days=days)).date(), target=self.slug)
+        return {"num_forgotten_files": num_files, "num_deleted_files": len(store.vacuum())}
+
+    def _registry(self) -> Registry:
+        return Registry(self.request.tracking_uri)

@@ -1,0 +1,100 @@
+"""The report of a retraining run: one HTML page that needs nothing beside it, plots included."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430; }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+.verdict { padding: .75rem 1rem; border-left: .3rem solid #8a94a6; background: #f3f5f8 }
+.promoted { border-color: #1b8a5a; background: #eaf7f0 }
+table { border-collapse: collapse; width: 100% }
+td, th { text-align: right; padding: .3rem .6rem; border-bottom: 1px solid #dde2ea }
+td:first-child, th:first-child { text-align: left } figure { margin: 1rem 0 } img { max-width: 100% }
+@media (prefers-color-scheme: dark) {
+  body { background: #14181f; color: #e4e8ee } .verdict { background: #1d232d } .promoted { background: #15291f }
+  td, th { border-color: #2c3542 } img { background: white }
+}
+"""
+
+
+def write_report(path: Path, slug: str, version: int, line: str, results: Mapping[str, Any], training: Path) -> Path:
+    """Write the page, with the plots of the training run's folder; returns its path."""
+    evaluated = results["evaluate"]
+    is_promoted = line.startswith("promoted")
+    parts = [
+        f"<h1>{escape(slug)}: version {version}</h1>",
+        f'<p class="verdict{" promoted" if is_promoted else ""}">{escape(line)}</p>',
+        *([f"<p>{escape(evaluated['note'])}</p>"] if evaluated["note"] else []),
+        _evidence("On the same recorded rounds of held-out prompts (replay)", evaluated["replay"]),
+        *([_evidence("Decoding in turns", evaluated["live"])] if evaluated["live"] is not None else []),
+        _audit(evaluated),
+        "<h2>Steps</h2>",
+        _table(["step", "result"], [[name, _short(result)] for name, result in results.items() if name != "evaluate"]),
+        *(["<h2>Training</h2>"] if (training / "plots").is_dir() else []),
+        *(_figure(plot) for plot in sorted((training / "plots").glob("*")) if plot.suffix in _KINDS),
+    ]
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(slug)} v{version}</title><style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
+    )
+    aside = path.with_name(path.name + ".writing")
+    aside.write_text(page, encoding="utf-8")
+    aside.replace(path)
+    return path
+
+
+_KINDS = {".png": "image/png", ".svg": "image/svg+xml"}
+
+
+def _figure(plot: Path) -> str:
+    data = base64.b64encode(plot.read_bytes()).decode()
+    caption = escape(plot.stem.replace("_", " ").replace("-", " "))
+    return (
+        f'<figure><img alt="{caption}" src="data:{_KINDS[plot.suffix]};base64,{data}">'
+        f"<figcaption>{caption}</figcaption></figure>"
+    )
+
+
+def _evidence(title: str, row: Mapping[str, Any]) -> str:
+    sides = [
+        [
+            side["name"],
+            f"{side['tokens_per_s']:.1f}",
+            f"{side['mat']:.2f}",
+            "" if side["mismatch_rate"] is None else f"{side['mismatch_rate']:.1%}",
+        ]
+        for side in (row["champion"], row["challenger"])
+    ]
+    ratio = (
+        f"<p>Challenger over champion: {row['ratio']:.3f} times the tokens per second, 95 % between {row['low']:.3f} "
+        f"and {row['high']:.3f}, over {row['num_prompts']} prompts.</p>"
+    )
+    return f"<h2>{escape(title)}</h2>{_table(['policy', 'tokens/s', 'tokens a round', 'mismatch'], sides)}{ratio}"
+
+
+def _audit(evaluated: Mapping[str, Any]) -> str:
+    if not evaluated["num_audited"]:
+        return "<h2>Audit</h2><p>No answers were audited.</p>"
+    lines = "".join(f"<li>{escape(line)}</li>" for line in evaluated["differences"])
+    return (
+        f"<h2>Audit</h2><p>{evaluated['num_audited']} answers against transformers' own: "
+        f"{evaluated['num_bugs']} are not the target's.</p><ul>{lines}</ul>"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = ["".join(f"<th>{escape(name)}</th>" for name in head)]
+    cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def _short(result: Any) -> str:
+    if not isinstance(result, Mapping):
+        return str(result)
+    return ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())[:300]

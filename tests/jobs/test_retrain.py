@@ -1,0 +1,189 @@
+"""Retraining on a real Ray head, a real store and a real MLflow registry, with a tiny random target.
+
+The random drafter is right by chance only, so the challenger that learns not to draft beats DDTree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+
+from graft_dist.config import TargetConfig
+from jobs.lease import Lease
+from jobs.ray_head import RayHead
+from jobs.retrain import main
+from storage import connect
+from storage.registry import Registry
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS = ("choose", "collect", "compact", "train", "evaluate", "decide", "clean")
+
+
+class Killed(BaseException):
+    """Stands for the death of the process."""
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    # Ray gives its workers the lowest priority; on a busy machine loading would take minutes.
+    with RayHead(num_cpus=2, environment={"RAY_worker_niceness": "0"}) as running:
+        yield running
+        ray.shutdown()
+
+
+@dataclass
+class Project:
+    """A configuration with its prompts, store, runs and registry."""
+
+    folder: Path
+    head: RayHead
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--config", str(self.folder / "tiny.yaml"), "--address", self.head.address]
+
+    @property
+    def registry(self) -> Registry:
+        return Registry(f"sqlite:///{self.folder / 'mlflow.db'}", cache_dir=self.folder / "cache")
+
+    @property
+    def slug(self) -> str:
+        (folder,) = (self.folder / "runs").iterdir()
+        return folder.name
+
+    def write_prompts(self, count: int) -> None:
+        lines = [
+            json.dumps({"id": f"p{number}", "task": ("code", "chat")[number % 2], "turns": [f"Say {number} in words."]})
+            for number in range(count)
+        ]
+        (self.folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+    def run(self, *more: str, failpoint: Callable[[str], None] = lambda _: None) -> int:
+        return main([*self.arguments, *more], failpoint)
+
+
+@pytest.fixture(scope="module")
+def project(head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    folder = tmp_path_factory.mktemp("retrain")
+    config = tiny_config.model_dump(mode="json")
+    config["retrain"] = {
+        "prompts": [{"path": str(folder / "*.jsonl")}],
+        "store": str(folder / "store"),
+        "runs": str(folder / "runs"),
+        "tracking_uri": f"sqlite:///{folder / 'mlflow.db'}",
+        "num_prompts": 40,
+        "max_new_tokens": 16,
+        "explore": [0, 3, 6],
+        "every_prompt": True,
+        "steps": 20,
+        "min_rounds": 10,
+        "num_live_prompts": 3,
+        "num_audit_prompts": 2,
+    }
+    (folder / "tiny.yaml").write_text(json.dumps(config))  # JSON is YAML
+    made = Project(folder, head)
+    made.write_prompts(40)
+    return made
+
+
+def kill_at(point: str) -> Callable[[str], None]:
+    def failpoint(name: str) -> None:
+        if name == point:
+            raise Killed
+
+    return failpoint
+
+
+def test_a_run_that_is_killed_at_every_step_ends_as_if_it_never_was(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in STEPS:
+        # After the step's work and before its record: what was done must be found, not done twice.
+        with pytest.raises(Killed):
+            project.run(failpoint=kill_at(f"after {step}"))
+    assert project.run() == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("retrain: promoted v1: replay: challenger v1")
+    with connect(project.folder / "store") as connection:
+        counts = connection.execute("SELECT count(*), count(DISTINCT prompt_id) FROM sequences").fetchall()
+    assert counts == [(40, 40)]
+    (version,) = project.registry.versions(project.slug)
+    assert version.aliases == ("challenger", "champion")
+    assert version.tags["graft.gate.decision"] == "promoted" and version.tags["graft.gate.champion"] == "none"
+    (end,) = (project.folder / "runs").glob("*/*/end.json")
+    assert json.loads(end.read_text())["exit_code"] == 0
+    page = (end.parent / "report.html").read_text()
+    assert "promoted v1" in page and "data:image/" in page and "2 answers against transformers" in page
+
+
+def test_nothing_new(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    assert project.run("--run-id", "idle") == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("retrain: nothing new: 0 fresh prompts")
+    assert project.run("--run-id", "idle") == 0
+    assert "has ended already" in capsys.readouterr().out
+
+
+def test_an_equal_challenger_leaves_the_champion(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    project.write_prompts(52)
+    assert project.run("--run-id", "second") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("retrain: kept v1 because")
+    assert project.registry.resolve(project.slug, "champion") == 1
+    with connect(project.folder / "store") as connection:
+        assert connection.execute("SELECT count(*) FROM sequences").fetchall() == [(52,)]
+
+
+def test_a_second_run_of_the_target_leaves(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    lease = Lease(project.folder / "runs" / project.slug / "lease.json", "first")
+    lease.acquire()
+    try:
+        assert project.run("--run-id", "late") == 75
+        assert "run first is at work" in capsys.readouterr().out
+        assert not (project.folder / "runs" / project.slug / "late").exists()
+    finally:
+        lease.release()
+
+
+def test_a_step_that_cannot_work_is_the_last_line(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    project.write_prompts(0)
+    (project.folder / "prompts.jsonl").unlink()
+    assert project.run("--run-id", "lost") == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("retrain: failed at step choose: there is no prompt file")
+
+
+def test_mistakes_are_one_sentence(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((project.folder / "tiny.yaml").read_text())
+    del config["retrain"]
+    (tmp_path / "bare.yaml").write_text(json.dumps(config))
+    assert main(["--config", str(tmp_path / "bare.yaml")]) == 2
+    assert "no section retrain: say with --prompts" in capsys.readouterr().err
+    assert main(["--config", str(tmp_path / "none.yaml")]) == 2
+
+
+def test_sigterm_stops_and_the_next_start_goes_on(project: Project) -> None:
+    project.write_prompts(64)
+    command = [sys.executable, str(REPOSITORY / "jobs" / "retrain.py"), *project.arguments]
+    environment = project.head.environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "to decode:" in line:
+            os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=120) == 143, "".join(lines)
+    assert project.run() == 0
+    folder = max((project.folder / "runs" / project.slug).glob("2*"))
+    assert json.loads((folder / "end.json").read_text())["exit_code"] == 0
