@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,8 @@ from graft_dist.target import read_embeddings
 from graft_dist.trial import Arm, Trial, run_trial
 from jobs.cluster import connect
 from jobs.gate import Evidence, Side, compare
-from jobs.learning_data import LearningData, open_snapshot, read_learning_data
+from jobs.learning_data import LearningData, decoded_rounds, open_snapshot, read_learning_data
 from jobs.live_trial import LivePlan, LiveTrial, Turns, run_live
-from storage import connect as connect_store
-from storage.recorded_rounds import Selection, recorded_rounds
 
 Version = tuple[int, Path]
 """A registered version's number and its policy's folder."""
@@ -52,15 +49,16 @@ class Evaluator:
         Without a champion, or with one that was trained for another target or drafter, the challenger has to beat
         DDTree: at its best configured budget in replay, at the configuration's budget live.
         """
+        ours = GraftPolicy.load(challenger[1])
+        theirs = None if champion is None else _fitting(GraftPolicy.load(champion[1]), ours)
         data = read_learning_data(
             self.config,
             self.store,
             open_snapshot(self.store, None),
             every_prompt=self.settings.every_prompt,
             min_rounds=1,
+            needs_hidden=_has_gate(ours) or _has_gate(theirs),
         )
-        ours = GraftPolicy.load(challenger[1])
-        theirs = None if champion is None else _fitting(GraftPolicy.load(champion[1]), ours)
         is_foreign = champion is not None and theirs is None
         note = f"champion v{champion[0]} was trained for other models" if champion is not None and is_foreign else ""
         replayed = self._replay(data, theirs, f"v{champion[0]}" if champion else "", ours, f"v{challenger[0]}")
@@ -79,22 +77,18 @@ class Evaluator:
     ) -> Evidence:
         cost = _cost(ours)
         embeddings = read_embeddings(self.config.target, revision=self.config.revision)
-        scorers = {"challenger": ours.replay_scorer(embeddings, data.num_hidden), "marginal": MarginalScorer()}
+        scorers = {"challenger": ours.replay_scorer(embeddings, data.shape.num_hidden), "marginal": MarginalScorer()}
         arms = [Arm("challenger", "challenger", lambda: ours.budget_policy(cost))]
         budgets = [budget for budget in self.config.budgets if budget <= ours.max_budget] or [ours.max_budget]
         if theirs is None:
             arms += [Arm(f"ddtree {budget}", "marginal", _fixed(budget)) for budget in budgets]
         else:
-            scorers["champion"] = theirs.replay_scorer(embeddings, data.num_hidden)
+            scorers["champion"] = theirs.replay_scorer(embeddings, data.shape.num_hidden)
             arms.append(Arm(f"champion {their_name}", "champion", lambda: theirs.budget_policy(cost)))
         prompt_of = {sequence.sequence_id: sequence.prompt_id for sequence in data.splits["test"]}
-        selection = Selection(target=self.config.slug, prompt_ids=sorted(set(prompt_of.values())), kind="decoded")
-        with closing(connect_store(self.store, snapshot=data.snapshot)) as connection:
-            rounds = (
-                batch for batch in recorded_rounds(connection, selection) if batch.candidate_ids.shape[1:] == data.shape
-            )
-            most = max(ours.max_budget, theirs.max_budget if theirs is not None else 0)
-            trial = run_trial(rounds, prompt_of, scorers, arms, cost, most)
+        rounds = decoded_rounds(data, self.store, self.config.slug, "test")
+        most = max(ours.max_budget, theirs.max_budget if theirs is not None else 0)
+        trial = run_trial(rounds, prompt_of, scorers, arms, cost, most)
         rival = max((arm.name for arm in arms[1:]), key=lambda name: trial.row(name).tokens_per_s)
         compared = trial.compare("challenger", rival)
         return Evidence(
@@ -138,6 +132,10 @@ class Evaluator:
             for name, turns in ((rival, found.champion), (f"challenger v{challenger[0]}", found.challenger))
         )
         return compare("live", *sides), found
+
+
+def _has_gate(policy: GraftPolicy | None) -> bool:
+    return policy is not None and policy.tdes is not None and policy.tdes.config.gate_rank > 0
 
 
 def _fitting(champion: GraftPolicy, challenger: GraftPolicy) -> GraftPolicy | None:

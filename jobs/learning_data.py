@@ -8,7 +8,7 @@ never changes sides as data grows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from graft_dist.errors import StoreError
 from graft_dist.policy import DataIdentity
 from graft_dist.prompt_text import PromptReader
 from graft_dist.prompts import LearningSplit, is_held_out, learning_split
+from graft_dist.replay import RecordedRounds
 from graft_dist.target import read_tokenizer
 from storage import TrajectoryStore, connect
 from storage.learning_rounds import (
@@ -29,6 +30,7 @@ from storage.learning_rounds import (
     recorded_sequences,
     source_of,
 )
+from storage.recorded_rounds import Selection, recorded_rounds
 from storage.trajectories import Snapshot
 
 SPLITS: tuple[LearningSplit, ...] = ("fit", "tune", "test")
@@ -64,6 +66,21 @@ class LearningData:
             num_dense_rounds=sum(sequence.num_dense for sequence in every),
             num_held_out_rounds=self.num_rounds("tune", "test"),
         )
+
+
+def decoded_rounds(data: LearningData, root: str, slug: str, split: LearningSplit) -> Iterator[RecordedRounds]:
+    """Stream a split's decoded rounds, with hidden states if the data's shape has them."""
+    shape = data.shape
+    selection = Selection(
+        target=slug,
+        prompt_ids=sorted({sequence.prompt_id for sequence in data.splits[split]}),
+        kind="decoded",
+    )
+    with closing(connect(root, snapshot=data.snapshot)) as connection:
+        for rounds in recorded_rounds(connection, selection, with_hidden=shape.num_hidden > 0):
+            num_hidden = 0 if rounds.hidden is None else rounds.hidden.shape[2]
+            if (*rounds.candidate_ids.shape[1:], num_hidden) == (shape.depth, shape.width, shape.num_hidden):
+                yield rounds
 
 
 def open_snapshot(root: str, versions: tuple[int, int] | None) -> Snapshot:

@@ -48,7 +48,7 @@ from graft_dist.target import read_embeddings
 from graft_dist.trial import GainCurves, Trial, gain_curves, of_sequences, run_trial
 from jobs.budget_candidate import CADDTREE, PLAIN, Candidate, baselines, fixed_candidates, learned_candidates
 from jobs.cluster import job_id
-from jobs.learning_data import LearningData, open_snapshot, read_learning_data
+from jobs.learning_data import LearningData, decoded_rounds, open_snapshot, read_learning_data
 from jobs.out_file import to_json, write_aside
 from jobs.scorer_training import Placement, ScorerPlan, fit_scorer, hidden_rms, say, strip
 from jobs.tracked_run import TrackedRun
@@ -56,7 +56,6 @@ from jobs.training_plots import draw_plots
 from jobs.training_report import Choice, Report, report_of
 from storage import connect
 from storage.learning_rounds import timed_rounds
-from storage.recorded_rounds import Selection, recorded_rounds
 from storage.registry import SPEC_TAG, Registry, model_name
 
 _MOST_ROUNDS = 50_000  # that budgets are fitted to: some hundred bytes each, and more change nothing
@@ -261,18 +260,7 @@ class _Laboratory:
 
     def rounds(self, split: LearningSplit) -> Iterator[RecordedRounds]:
         """Stream a split's decoded rounds."""
-        sequences = self.data.splits[split]
-        selection = Selection(
-            target=self.request.config.slug,
-            prompt_ids=sorted({sequence.prompt_id for sequence in sequences}),
-            kind="decoded",
-        )
-        with closing(connect(self.request.store, snapshot=self.data.snapshot)) as connection:
-            shape = self.data.shape
-            for rounds in recorded_rounds(connection, selection, with_hidden=shape.num_hidden > 0):
-                num_hidden = 0 if rounds.hidden is None else rounds.hidden.shape[2]
-                if (*rounds.candidate_ids.shape[1:], num_hidden) == (shape.depth, shape.width, shape.num_hidden):
-                    yield rounds
+        return decoded_rounds(self.data, self.request.store, self.request.config.slug, split)
 
     def try_out(self, split: LearningSplit, arms: Sequence[Candidate]) -> Trial:
         """Replay a split's decoded rounds with several decoders."""

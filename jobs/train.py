@@ -32,7 +32,7 @@ from jobs.scorer_training import Placement
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and return the exit code."""
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     try:
         return run(request_from(options))
     except GraftError as error:
@@ -83,7 +83,8 @@ def request_from(options: argparse.Namespace) -> PolicyRequest:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
     parser = job_parser("train.py", __doc__, needs_prompts=False)
     add = parser.add_argument
     add(

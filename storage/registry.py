@@ -162,6 +162,11 @@ class Registry:
             for key, value in tags.items():
                 self.client.set_model_version_tag(model_name(slug), str(version), key, value)
 
+    def log_report(self, slug: str, version: int, report: Path) -> None:
+        """Keep a file beside what the version's MLflow run has logged, under `reports`."""
+        with self.said("written"), self._alone():
+            self.client.log_artifact(self._known(model_name(slug), version).run_id, str(report), "reports")
+
     def promote(self, slug: str, version: int, *, expected_champion: int | None = -1) -> Promotion:
         """Make a version the champion; the champion until now becomes `previous`. Doing so twice changes nothing more.
 
@@ -173,7 +178,7 @@ class Registry:
             self._known(name, version)
             aliases = self._aliases(name)
             champion = aliases.get(CHAMPION)
-            if expected_champion not in (-1, champion):
+            if champion != version and expected_champion not in (-1, champion):
                 raise RegistryError(
                     f"{name} version {version} was not promoted: it was compared with champion {expected_champion}, "
                     f"and the champion is now {champion}"

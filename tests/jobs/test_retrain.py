@@ -177,13 +177,14 @@ def test_sigterm_stops_and_the_next_start_goes_on(project: Project) -> None:
     command = [sys.executable, str(REPOSITORY / "jobs" / "retrain.py"), *project.arguments]
     environment = project.head.environment({"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
     lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if "to decode:" in line:
-            os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=120) == 143, "".join(lines)
+    with process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "to decode:" in line:
+                os.kill(process.pid, signal.SIGTERM)
+    assert process.returncode == 143, "".join(lines)
     assert project.run() == 0
     folder = max((project.folder / "runs" / project.slug).glob("2*"))
     assert json.loads((folder / "end.json").read_text())["exit_code"] == 0
