@@ -1,0 +1,62 @@
+"""The application's arguments and the deployment that is built from them; the files in infra/serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from ray.serve.schema import ServeDeploySchema
+
+from graft_dist.errors import ConfigError
+from serve.app import DEPLOYMENT, build
+from serve.applications import IMPORT_PATH
+from serve.serve_args import ServeArgs, UserConfig
+
+FILES = sorted((Path(__file__).resolve().parents[2] / "infra" / "serve").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_shipped_files_can_be_built(file: Path) -> None:
+    config = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text()))
+    for application in config.applications:
+        assert application.import_path == IMPORT_PATH
+        built = build(ServeArgs.model_validate(application.args))
+        assert [deployment.name for deployment in application.deployments] == [DEPLOYMENT]
+        UserConfig.model_validate(application.deployments[0].user_config)
+        assert built._bound_deployment.name == DEPLOYMENT
+
+
+def test_limits_become_the_deployments() -> None:
+    args = ServeArgs(config="smollm2-135m", max_slots=4, max_queue=6, num_cpus=1.5, retry_after_s=3, replicas=2)
+    deployment = build(args)._bound_deployment
+    assert deployment.max_ongoing_requests >= 10  # our own refusal, with its proper body, comes first
+    assert deployment.ray_actor_options["num_cpus"] == 1.5
+    assert deployment.num_replicas == 2
+    assert deployment.user_config == {"policy": None}
+    scaled = build(ServeArgs(config="smollm2-135m", max_slots=10, autoscaling={"max_replicas": 3}))._bound_deployment
+    assert scaled._deployment_config.autoscaling_config.target_ongoing_requests == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"max_qeue": 3}, "max_qeue"),
+        ({"replicas": 2, "autoscaling": {"max_replicas": 3}}, "either replicas or autoscaling"),
+        ({"autoscaling": {"min_replicas": 3, "max_replicas": 2}}, "above max_replicas"),
+        ({"policy": {"folder": "x", "registry": {"version": 1, "tracking_uri": "y"}}}, "either folder or registry"),
+        ({"policy": {}}, "either folder or registry"),
+        ({"methods": ["magic"]}, "methods"),
+        ({"api_keys_file": "x", "api_keys_variable": "Y"}, "either api_keys_file or api_keys_variable"),
+    ],
+)
+def test_impossible_arguments_are_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        ServeArgs(config="smollm2-135m", **fields)
+
+
+def test_an_unknown_target_is_refused_where_the_application_is_built() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        build(ServeArgs(config="nowhere.yaml"))

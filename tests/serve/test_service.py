@@ -1,0 +1,190 @@
+"""Policies of a service: loaded, refused, measured, refined, followed in the registry."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graft_dist.budget import AcceptanceGain, UtilityBudget
+from graft_dist.cost_curve import CostCurve
+from graft_dist.edge_scorer import MarginalScorer
+from graft_dist.hardware import describe_hardware
+from graft_dist.policy import DecodingPolicy
+from graft_dist.target import Target
+from serve import service as service_module
+from serve.cost_refiner import CostRefiner
+from serve.observer import StepReport
+from serve.serve_args import PolicyPin, UserConfig
+from storage.registry import Registry
+from tests.graft_dist.policies import make_policy
+from tests.serve.conftest import MODEL, Running, recite
+
+ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "recite"}], "temperature": 0}
+CURVE = CostCurve((0, 4, 6), (10.0, 12.0, 13.0), "hand")
+
+
+@pytest.fixture
+def running(serve_reciter: Callable[..., Running]) -> Iterator[Running]:
+    started = serve_reciter(accuracy=1.0, methods=("plain", "graft"))
+    yield started
+    started.close()
+
+
+def saved(target: Target, folder: Path, **changes: Any) -> PolicyPin:
+    """A policy for the reciting target and its drafter, without an edge scorer of its own."""
+    hardware = describe_hardware("float32", target.device)
+    fields = {
+        "target_fingerprint": target.fingerprint,
+        "drafter_fingerprint": "fake-0",
+        "max_budget": 6,
+        "cost_curves": {hardware: CURVE},
+    }
+    return PolicyPin(folder=str(make_policy(None, **(fields | changes)).save(folder)))
+
+
+def reconfigure(running: Running, pin: PolicyPin | None) -> None:
+    asyncio.run(running.service.reconfigure(UserConfig(policy=pin)))
+
+
+def ask(running: Running, num_tokens: int = 30, **graft: Any) -> Any:
+    answer = running.client().chat.completions.create(
+        **ASK, max_tokens=num_tokens, extra_body={"graft": {"metrics": True} | graft}
+    )
+    assert answer.choices[0].message.content == recite(num_tokens)
+    return answer.model_dump()
+
+
+def test_a_saved_policy_decodes_and_a_wrong_one_is_refused(
+    running: Running, reciting_target: Target, tmp_path: Path
+) -> None:
+    good = saved(reciting_target, tmp_path / "good")
+    reconfigure(running, good)
+    answer = ask(running, method="graft")
+    fingerprint = running.service.decode.active.fingerprint
+    assert answer["metrics"]["graft"]["policy_fingerprint"] == fingerprint
+    assert answer["metrics"]["graft"]["acceptance_length"] > 1
+    assert answer["system_fingerprint"].endswith(f"folder-{fingerprint[:8]}")
+
+    for wrong in (
+        saved(reciting_target, tmp_path / "target", target_fingerprint="f" * 64),
+        saved(reciting_target, tmp_path / "drafter", drafter_fingerprint="another"),
+        PolicyPin(folder=str(tmp_path / "nowhere")),
+        PolicyPin(folder="builtin:nobody"),
+    ):
+        reconfigure(running, wrong)
+        health = running.service.health()
+        assert health["policy"]["fingerprint"] == fingerprint and health["status"] == "ok"
+        assert health["refused_policy"]["policy"] == wrong.folder and health["refused_policy"]["reason"]
+        assert health["system_fingerprint"].endswith("+refused")
+        assert running.reports.policies[-1] == (f"folder-{fingerprint[:8]}", health["refused_policy"]["reason"])
+    assert ask(running)["metrics"]["graft"]["policy_fingerprint"] == fingerprint
+
+    reconfigure(running, good)
+    assert running.service.health()["refused_policy"] is None
+    assert running.reports.policies[-1] == (f"folder-{fingerprint[:8]}", None)
+
+
+def test_without_a_policy_costs_and_gains_are_measured_once(running: Running) -> None:
+    reconfigure(running, None)
+    active = running.service.decode.active
+    assert active.label == "ddtree" and isinstance(active.policy.budget, UtilityBudget)
+    assert active.policy.budget.cost.source.endswith("(measured at start), linear between budgets")
+    ask(running)
+    measured = running.service._probe
+    reconfigure(running, None)
+    assert running.service._probe is measured
+
+
+def test_on_unknown_hardware_a_policys_costs_are_measured(
+    running: Running, reciting_target: Target, tmp_path: Path
+) -> None:
+    reconfigure(running, saved(reciting_target, tmp_path / "policy", cost_curves={"another box": CURVE}))
+    budget = running.service.decode.active.policy.budget
+    assert isinstance(budget, UtilityBudget) and "measured at start" in budget.cost.source
+
+
+def test_a_first_policy_that_does_not_fit_leaves_a_server_that_works(
+    running: Running, reciting_target: Target, tmp_path: Path
+) -> None:
+    reconfigure(running, saved(reciting_target, tmp_path / "wrong", target_fingerprint="f" * 64))
+    health = running.service.health()
+    assert health["policy"]["label"] == "ddtree" and health["refused_policy"] is not None
+    ask(running)
+
+
+def test_the_registrys_champion_is_followed(running: Running, reciting_target: Target, tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    registry, service = Registry(uri), running.service
+    slug = service.config.slug
+    numbers = []
+    for mat in (2.0, 3.0):
+        pin = saved(reciting_target, tmp_path / f"policy-{mat}", metrics={"mat": mat})
+        numbers.append(registry.register(Path(str(pin.folder)), slug, {"mat": mat}))
+    asyncio.run(service.look_for_champion(uri))
+    assert service.decode.active.version is None  # there is no champion yet
+    registry.promote(slug, numbers[0])
+    asyncio.run(service.look_for_champion(uri))
+    assert (service.decode.active.version, service.decode.active.label) == (numbers[0], f"v{numbers[0]}")
+    assert ask(running)["metrics"]["graft"]["policy_version"] == numbers[0]
+    registry.promote(slug, numbers[1])
+    asyncio.run(service.look_for_champion(uri))
+    assert service.decode.active.version == numbers[1]
+
+
+def test_a_registry_that_is_away_changes_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(uri: str, slug: str) -> int:
+        raise OSError("no route")
+
+    monkeypatch.setattr(service_module, "registered_champion", away)
+    asyncio.run(running.service.look_for_champion("http://nobody:5000"))
+    assert running.service.decode.active.label == "plain"
+
+
+# ---- costs while running
+
+
+def rounds(num_rounds: int, rows: int, round_ms: float, batch_size: int = 1) -> Iterator[StepReport]:
+    """Reports of rounds that took `round_ms`."""
+    from types import SimpleNamespace
+
+    ns = int(round_ms * 1e6)
+    trace = SimpleNamespace(
+        draft_ns=0 if rows == batch_size else ns // 4, build_ns=0, commit_ns=0, batch_rows=rows, batch_size=batch_size
+    )
+    trace.verify_ns = ns - trace.draft_ns
+    for _ in range(num_rounds):
+        yield StepReport(
+            events=[SimpleNamespace(trace=trace)],
+            num_live=batch_size,
+            num_waiting=0,
+            step_s=0.0,
+            policy_label="x",
+            active=None,
+        )  # type: ignore[list-item, arg-type]
+
+
+def test_costs_follow_what_rounds_take() -> None:
+    policy = DecodingPolicy("x", MarginalScorer(), UtilityBudget(AcceptanceGain(), CURVE, 6), 4)
+    refiner = CostRefiner(lambda: policy)
+    for report in [*rounds(128, 1, 20.0), *rounds(128, 5, 24.0)]:
+        refiner.stepped(report)
+    assert isinstance(policy.budget, UtilityBudget) and refiner.num_refined == 1
+    assert policy.budget.cost.round_ms == pytest.approx((20.0, 24.0, 26.0))  # the unseen point moved along
+    for report in rounds(256, 5, 18.0, batch_size=2):
+        refiner.stepped(report)
+    assert policy.budget.cost.round_ms[1] == pytest.approx(18.0)
+    assert list(policy.budget.cost.round_ms) == sorted(policy.budget.cost.round_ms)
+    assert policy.budget.cost.source == "hand, refined while running"
+
+
+def test_policies_that_weigh_no_costs_are_left_alone() -> None:
+    from graft_dist.policy import ddtree
+
+    refiner = CostRefiner(lambda: ddtree(6, 4))
+    for report in rounds(300, 5, 18.0):
+        refiner.stepped(report)
+    assert refiner.num_refined == 0
