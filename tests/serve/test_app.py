@@ -26,9 +26,11 @@ from graft_dist.cost_curve import CostCurve
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.target import Target
+from jobs import cli
 from jobs.ray_head import free_ports
 from serve import applications
 from serve.serve_args import PolicyPin
+from storage.registry import Registry
 from tests.graft_dist.policies import make_policy, random_network
 from tests.serve.conftest import RECITAL, recite
 
@@ -234,8 +236,15 @@ def test_a_policy_goes_live_without_a_restart_and_a_wrong_one_is_refused(
     assert (running.status, running.num_running) == ("RUNNING", 1) and running.serves("folder--model")
     assert running.policy == PolicyPin(folder=str(wrong))
 
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    Registry(uri).register(good, "folder--model", {"mat": 2.0})
+    promote = ["promote", "--config", str(server.config), "--tracking-uri", uri, "--address", server.dashboard, "1"]
+    assert cli.run(promote) == 0
+    server.wait_for(lambda: server.health()["policy"]["label"] == "v1")
+    assert server.health()["system_fingerprint"].endswith("-v1")
+
     applications.set_policy(server.dashboard, name, None)
-    server.wait_for(lambda: server.health()["refused_policy"] is None)
+    server.wait_for(lambda: server.health()["policy"]["version"] is None)
     assert server.health()["policy"]["label"] == "ddtree"
 
 
