@@ -97,6 +97,12 @@ SPECS = (
         "Policies put in force, and those refused, by the label of the policy in force afterwards.",
         ("policy", "outcome"),
     ),
+    MetricSpec(
+        "graft_serve_traffic_sequences",
+        "counter",
+        "Answers of sampled requests: recorded, or the reason why they were dropped (full, store, policy, rounds).",
+        ("outcome",),
+    ),
 )
 """Every metric of a replica."""
 
@@ -163,7 +169,13 @@ class ServingMetrics:
         outcome = "in_force" if refused is None else "refused"
         self._count("policy_changes", 1, policy=label, outcome=outcome)
 
-    # ---- both
+    # ---- on the recorder's thread and the decode thread
+
+    def traffic(self, outcome: str, number: int) -> None:
+        """Count sampled answers that are in the store, or were dropped."""
+        self._count("traffic_sequences", number, outcome=outcome)
+
+    # ---- all
 
     def _load(self, num_live: int, num_waiting: int) -> None:
         self._set("live_slots", num_live)

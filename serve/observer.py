@@ -70,7 +70,7 @@ class DecodeObserver(Protocol):
 
 
 class RequestObserver(Protocol):
-    """Watches requests; called on the replica's event loop."""
+    """Watches requests; called on the replica's event loop, but for `traffic`."""
 
     def requested(self, report: RequestReport) -> None:
         """A request has ended."""
@@ -78,4 +78,11 @@ class RequestObserver(Protocol):
 
     def policy_changed(self, label: str, refused: str | None) -> None:
         """Another policy decodes from now on, or one was refused for the reason given and the old one stays."""
+        ...
+
+    def traffic(self, outcome: str, number: int) -> None:
+        """So many answers of sampled requests were recorded, or dropped for a reason: see `TrafficRecorder`.
+
+        Called on the recorder's thread or the decode thread.
+        """
         ...

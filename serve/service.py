@@ -131,7 +131,11 @@ class Service:
             software=describe_software(),
         )
         logger.info("%g of the requests are recorded in %s", settings.share, settings.store)
-        return TrafficRecorder(settings, made_by, self.target.tokenizer_sha256)
+        return TrafficRecorder(settings, made_by, self.target.tokenizer_sha256, self._tell_traffic)
+
+    def _tell_traffic(self, outcome: str, number: int) -> None:
+        for observer in self._request_observers:
+            observer.traffic(outcome, number)
 
     # ---- texts and tokens
 

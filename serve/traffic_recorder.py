@@ -136,9 +136,9 @@ class TrafficRecorder:
         settings: where, how much, how often.
         provenance: the replica's models, hardware and software; policy and source are filled in per unit.
         tokenizer_sha256: with the target's fingerprint, what all data of a target in one store must share.
-        on_recorded: called with a number of sequences once they are committed, from the recorder's thread.
-        on_dropped: called with a number of sequences and the reason, from either thread: "full" (buffer), "store" (it
-            refused, or is gone), "policy" (swapped meanwhile), "rounds" (not all were recorded).
+        tell: called with what became of some sequences ("recorded", or the reason why they were dropped) and their
+            number, from either thread. Reasons: "full" (buffer), "store" (it refused, or is gone), "policy" (swapped
+            meanwhile), "rounds" (not all were recorded).
         draw: uniform numbers in [0, 1) that decide which requests are sampled.
     """
 
@@ -147,9 +147,7 @@ class TrafficRecorder:
         settings: TrafficRecording,
         provenance: Provenance,
         tokenizer_sha256: str,
-        *,
-        on_recorded: Callable[[int], None] = lambda number: None,
-        on_dropped: Callable[[int, str], None] = lambda number, reason: None,
+        tell: Callable[[str, int], None] = lambda outcome, number: None,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.settings = settings
@@ -159,7 +157,7 @@ class TrafficRecorder:
             "target_fingerprint": provenance.target_fingerprint,
             "tokenizer_sha256": tokenizer_sha256,
         }
-        self._on_recorded, self._on_dropped, self._draw = on_recorded, on_dropped, draw
+        self._tell, self._draw = tell, draw
         self._store = TrajectoryStore(settings.store)
         self._seq: int | None = None  # of the next commit; None: the store has to be asked
         self._num_units = 0
@@ -210,7 +208,7 @@ class TrafficRecorder:
         if reason is None:
             self._queue.put(sequence)
         else:
-            self._on_dropped(1, reason)
+            self._tell(reason, 1)
 
     @property
     def counts(self) -> RecorderCounts:
@@ -263,13 +261,13 @@ class TrafficRecorder:
         except Exception as error:  # whatever a disk, a network or another program does to the store: requests go on
             self._seq = None
             self._settle(batch, is_recorded=False)
-            self._on_dropped(len(batch), "store")
+            self._tell("store", len(batch))
             if not self._is_failing:
                 logger.warning("traffic is not recorded until the store works again: %s", error)
             self._is_failing = True
             return
         self._settle(batch, is_recorded=True)
-        self._on_recorded(len(batch))
+        self._tell("recorded", len(batch))
         if self._is_failing:
             logger.warning(
                 "traffic is recorded again; %d sequences were dropped so far", sum(self.counts.dropped.values())

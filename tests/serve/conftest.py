@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -134,12 +135,16 @@ class Reports:
     def __init__(self) -> None:
         self.requests: list[RequestReport] = []
         self.policies: list[tuple[str, str | None]] = []
+        self.traffic_outcomes: Counter[str] = Counter()
 
     def requested(self, report: RequestReport) -> None:
         self.requests.append(report)
 
     def policy_changed(self, label: str, refused: str | None) -> None:
         self.policies.append((label, refused))
+
+    def traffic(self, outcome: str, number: int) -> None:
+        self.traffic_outcomes[outcome] += number
 
 
 class Running:

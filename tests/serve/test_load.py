@@ -102,6 +102,7 @@ def test_the_traffic_is_in_the_store(recorded: Recorded) -> None:
     num_swapped = counts["dropped"].get("policy", 0)
     assert counts["pending"] == 0 and counts["dropped"] in ({}, {"policy": num_swapped})
     assert counts["offered"] == counts["recorded"] + num_swapped
+    assert recorded.running.reports.traffic_outcomes == {"recorded": counts["recorded"]} | counts["dropped"]
     sql = "SELECT source, task, count(*) AS n, bool_and(error IS NULL) AS is_fine FROM sequences GROUP BY ALL"
     assert run_query(recorded.store, sql).to_pylist() == [
         {"source": "traffic", "task": "traffic", "n": counts["recorded"], "is_fine": True}

@@ -48,14 +48,11 @@ def make(tmp_path: Path) -> Iterator[Callable[..., TrafficRecorder]]:
     """A function that makes recorders with given settings and closes them in the end."""
     made: list[TrafficRecorder] = []
 
-    def recorder(dropped: list[tuple[int, str]] | None = None, **changes: object) -> TrafficRecorder:
+    def recorder(told: list[tuple[str, int]] | None = None, **changes: object) -> TrafficRecorder:
         settings = TrafficRecording(**{"store": str(tmp_path / "store"), "share": 1.0, "flush_s": 3600.0} | changes)
-        counted = [] if dropped is None else dropped
-        made.append(
-            TrafficRecorder(
-                settings, PROVENANCE, DATASET["tokenizer_sha256"], on_dropped=lambda *each: counted.append(each)
-            )
-        )
+        listed = [] if told is None else told
+        tell = lambda *each: listed.append(each)  # noqa: E731
+        made.append(TrafficRecorder(settings, PROVENANCE, DATASET["tokenizer_sha256"], tell))
         return made[-1]
 
     yield recorder
@@ -124,13 +121,13 @@ def test_two_replicas_share_a_store(make: Callable[..., TrafficRecorder]) -> Non
 def test_an_unwritable_store_only_counts_drops_and_a_mended_one_is_used(
     make: Callable[..., TrafficRecorder], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dropped: list[tuple[int, str]] = []
+    told: list[tuple[str, int]] = []
     (tmp_path / "store").write_text("a file where the folder should be")
-    recorder = make(dropped, unit_sequences=1)
+    recorder = make(told, unit_sequences=1)
     decode(recorder, "a")
     decode(recorder, "b")
-    until(lambda: len(dropped) == 2)
-    assert dropped == [(1, "store"), (1, "store")] and recorder.counts.dropped == {"store": 2}
+    until(lambda: len(told) == 2)
+    assert told == [("store", 1), ("store", 1)] and recorder.counts.dropped == {"store": 2}
     assert sum("not recorded until" in message for message in caplog.messages) == 1
     (tmp_path / "store").unlink()
     decode(recorder, "c")
@@ -144,11 +141,11 @@ def test_a_full_disk_leaves_nothing_behind(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    dropped: list[tuple[int, str]] = []
-    recorder = make(dropped, unit_sequences=1)
+    told: list[tuple[str, int]] = []
+    recorder = make(told, unit_sequences=1)
     monkeypatch.setattr("storage.parquet_files.os.fsync", full)
     decode(recorder, "a")
-    until(lambda: dropped == [(1, "store")])
+    until(lambda: told == [("store", 1)])
     assert not [path for path in (tmp_path / "store").rglob("*") if path.name.startswith(("unit-", "rounds-"))]
 
 
@@ -173,13 +170,13 @@ def test_a_hanging_store_fills_the_buffer_and_never_stops_the_decoder(
         return honest(store, run_id, target, dataset)
 
     monkeypatch.setattr(TrajectoryStore, "begin", hang)
-    dropped: list[tuple[int, str]] = []
-    recorder = make(dropped, unit_sequences=1, max_pending_mb=3.5 * size_of_one(make) / 1e6)
+    told: list[tuple[str, int]] = []
+    recorder = make(told, unit_sequences=1, max_pending_mb=3.5 * size_of_one(make) / 1e6)
     decode(recorder, "a")
     assert is_reached.wait(60)
     for name in "bcde":  # what is being written counts as well, so that memory is bounded whatever the store does
         decode(recorder, name)
-    assert dropped == [(1, "full"), (1, "full")] and recorder.counts == RecorderCounts(5, 0, 3, {"full": 2})
+    assert told == [("full", 1), ("full", 1)] and recorder.counts == RecorderCounts(5, 0, 3, {"full": 2})
     recorder.close(timeout_s=0.01)  # returns although its thread hangs
     is_mended.set()
     until(lambda: recorder.counts.recorded == 3)
@@ -193,14 +190,14 @@ def size_of_one(make: Callable[..., TrafficRecorder]) -> float:
 
 
 def test_what_cannot_be_labelled_truly_is_dropped(make: Callable[..., TrafficRecorder]) -> None:
-    dropped: list[tuple[int, str]] = []
-    recorder = make(dropped)
+    told: list[tuple[str, int]] = []
+    recorder = make(told)
     recorder.added(submission("swapped"))
     recorder.stepped(report(SequenceEvent("swapped", [4], "", None)))
     last = SequenceEvent("swapped", [5, 8], "", None, "stop", round=make_round("swapped", 0), summary=SUMMARY)
     recorder.stepped(report(last, active=replace(ACTIVE, fingerprint="p-8")))
     decode(recorder, "half", round=None)
-    assert dropped == [(1, "policy"), (1, "rounds")]
+    assert told == [("policy", 1), ("rounds", 1)]
     recorder.added(submission("left"))
     recorder.stepped(report(SequenceEvent("left", [], "", None, "abort", summary=SUMMARY)))  # nothing to learn from
     assert recorder.counts == RecorderCounts(offered=2, recorded=0, pending=0, dropped={"policy": 1, "rounds": 1})
