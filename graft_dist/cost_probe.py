@@ -7,6 +7,7 @@ something else disturbed does not count.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -25,7 +26,7 @@ from graft_dist.target import Target
 
 BUDGETS = (0, 1, 2, 4, 8, 16, 32, 64)
 _PROMPT_TOKENS = 64
-_WARM_UP = 2  # rounds of each budget whose times are dropped: caches grow, the tree builder is compiled
+_WARM_UP = 1  # rounds of each budget whose times are dropped: caches grow, the tree builder is compiled
 
 
 def measure_cost(
@@ -35,8 +36,11 @@ def measure_cost(
     budgets: Sequence[int] = BUDGETS,
     num_candidates: int = 16,
     num_rounds: int = 7,
+    limit_s: float = 10.0,
 ) -> CostCurve:
     """Time `num_rounds` rounds of one sequence at each budget, 0 among them, and return the curve of their medians.
+
+    After `limit_s` seconds, on a slow or busy machine, what has been timed has to do: one round of each at least.
 
     Trees are DDTree's, of `num_candidates` per depth; a budget that the drafter's depth cannot fill counts with the
     nodes it had.
@@ -49,7 +53,10 @@ def measure_cost(
         raise PolicyError(f"measuring costs needs two budgets above 0 and a round of each, not {list(budgets)}")
     engine = Engine(target, drafter, ddtree(0), max_slots=1, max_budget=wanted[-1], record=True, detokenize=False)
     spent: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    start = time.monotonic()
     for turn in range(_WARM_UP + num_rounds):
+        if turn > _WARM_UP and time.monotonic() - start > limit_s:
+            break
         # Smaller budgets follow larger ones as often as the other way round.
         for budget in wanted if turn % 2 else reversed(wanted):
             engine.policy = ddtree(budget, num_candidates)
@@ -67,7 +74,8 @@ def measure_cost(
     return CostCurve(
         curve.budgets,
         curve.round_ms,
-        f"measured before decoding, medians of {num_rounds} rounds at each of {len(wanted)} budgets ({hardware})",
+        f"measured before decoding, medians of {timings[-1].num_rounds} rounds at each of {len(wanted)} budgets "
+        f"({hardware})",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from graft_dist.budget import (
     AcceptanceGain,
@@ -206,7 +206,8 @@ def write_folder(folder: Path, part: PolicyPart, tensors: Mapping[str, torch.Ten
         aside.mkdir(parents=True)
         if tensors is not None:
             kept = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in tensors.items()}
-            save_file(kept, aside / TENSORS_NAME, metadata={"format": "pt"})
+            # Not `save_file`, whose files only their owner may read.
+            (aside / TENSORS_NAME).write_bytes(save(kept, metadata={"format": "pt"}))
         (aside / JSON_NAME).write_text(to_json(part), encoding="utf-8")
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(old, ignore_errors=True)

@@ -22,6 +22,9 @@ def test_a_measured_curve_has_the_budgets_asked_for(tiny_llama: Target) -> None:
     curve = measure_cost(tiny_llama, FakeDrafter(tiny_llama), budgets=(1, 4, 12), num_candidates=8, num_rounds=2)
     assert curve.budgets == (0, 1, 4, 12)
     assert describe_hardware("float32", tiny_llama.device) in curve.source
+    assert "medians of 2 rounds at each of 4 budgets" in curve.source
+    hurried = measure_cost(tiny_llama, FakeDrafter(tiny_llama), budgets=(1, 4), num_candidates=8, limit_s=0.0)
+    assert hurried.budgets == (0, 1, 4) and "medians of 1 rounds" in hurried.source
 
 
 def test_a_chain_gives_the_sizes_it_has_and_long_measurements_start_again(tiny_llama: Target) -> None:
