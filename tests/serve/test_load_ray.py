@@ -1,0 +1,110 @@
+"""`graft bench-serve` and its soak on a real Ray Serve application: policies swapped, processes watched."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from graft_dist.config import TargetConfig
+from graft_dist.drafter import DFlashDrafter
+from graft_dist.target import Target
+from jobs import cli
+from jobs.ray_head import RayHead, free_ports
+from serve import applications
+from storage import run_query
+from tests.graft_dist.policies import make_policy, random_network
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Application:
+    """A served tiny model."""
+
+    url: str
+    dashboard: str
+    folder: Path  # with prompts.jsonl, a policy that fits, one that does not, and the store of recorded traffic
+
+
+@pytest.fixture(scope="module")
+def application(
+    reciting_config: TargetConfig, reciting_target: Target, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Application]:
+    folder = tmp_path_factory.mktemp("application")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(reciting_config.model_dump(mode="json")))
+    lines = [{"id": f"p{index}", "task": "chat", "turns": [f"Question {index}?"]} for index in range(12)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drafter = DFlashDrafter.load(reciting_config.drafter, reciting_target)
+    network = random_network(reciting_target.hidden_size, drafter.draft_depth)
+    fitting = {"target_fingerprint": reciting_target.fingerprint, "drafter_fingerprint": drafter.fingerprint}
+    make_policy(network, slug=reciting_config.slug, **fitting).save(folder / "fitting")
+    make_policy(network, slug=reciting_config.slug).save(folder / "foreign")
+    (port,) = free_ports(1)
+    with RayHead(num_cpus=2, environment={"PYTHONPATH": str(ROOT)}) as head:
+        wanted = {
+            "name": "tiny",
+            "route_prefix": "/",
+            "import_path": applications.IMPORT_PATH,
+            "args": {
+                "config": str(folder / "tiny.yaml"),
+                "model": "reciter",
+                "methods": ["plain", "ddtree"],
+                "num_cpus": 0.5,
+                "threads": 1,
+                "record_traffic": {"store": str(folder / "store"), "share": 1.0, "unit_sequences": 4},
+            },
+        }
+        applications.deploy(head.dashboard_url, wanted, http_options={"host": "127.0.0.1", "port": port})
+        applications.wait_until_running(head.dashboard_url, "tiny", 300.0)
+        yield Application(f"http://127.0.0.1:{port}", head.dashboard_url, folder)
+        applications.remove(head.dashboard_url, "tiny")
+
+
+def run(application: Application, out: Path, *options: str) -> int:
+    fixed = ["--prompts", str(application.folder / "prompts.jsonl"), "--out", str(out), "--url", application.url]
+    return cli.run(["bench-serve", *fixed, "--max-new-tokens", "16", *options])
+
+
+def test_a_load_test(application: Application, tmp_path: Path) -> None:
+    options = ["--arms", "plain,ddtree", "--concurrency", "2", "--blocks", "2", "--block-requests", "3"]
+    assert run(application, tmp_path / "out", *options) == 0
+    summary = {row["arm"]: row for row in json.loads((tmp_path / "out" / "summary.json").read_text())}
+    assert summary["plain"]["num_ok"] == summary["ddtree"]["num_ok"] == 6
+    assert summary["plain"]["mean_budget"] == 0.0 < summary["ddtree"]["mean_budget"]
+    assert summary["ddtree"]["differs_from_plain"] == 0
+
+
+def test_a_short_soak_with_swaps_through_the_dashboard(application: Application, tmp_path: Path) -> None:
+    policies = f"none,{application.folder / 'fitting'}"
+    options = ["--policies", policies, "--dashboard", application.dashboard, "--swap-every", "0.5"]
+    code = run(application, tmp_path / "out", "--soak", "0.1", "--concurrency", "3", "--sample-every", "0.2", *options)
+    report = json.loads((tmp_path / "out" / "soak.json").read_text())
+    assert code == 0, report["problems"]
+    assert report["num_compared"] > 0 == report["num_differing"]
+    fingerprints = [swap["system_fingerprint"] for swap in report["swaps"]]
+    assert fingerprints and fingerprints[0].split("-")[-2] == "folder"  # not the one that it began with
+    samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
+    (replica,) = applications.list_applications(application.dashboard)[0].pids
+    assert {sample["pid"] for sample in samples} == {replica}
+
+
+def test_a_policy_that_does_not_fit_is_a_problem_and_no_answer_is_lost(
+    application: Application, tmp_path: Path
+) -> None:
+    policies = f"none,{application.folder / 'foreign'}"
+    options = ["--policies", policies, "--dashboard", application.dashboard, "--swap-every", "0.5", "--limit", "4"]
+    assert run(application, tmp_path / "out", "--soak", "0.05", "--concurrency", "2", *options) == 1
+    report = json.loads((tmp_path / "out" / "soak.json").read_text())
+    assert report["problems"] and all("the policy was refused" in problem for problem in report["problems"])
+    assert report["num_differing"] == 0
+
+
+def test_the_traffic_was_recorded_by_the_replica(application: Application) -> None:
+    (run_of_replica,) = run_query(application.folder / "store", "runs").to_pylist()
+    assert run_of_replica["sources"] == "traffic" and run_of_replica["num_sequences"] > 20
+    assert run_of_replica["num_errors"] == 0 and run_of_replica["num_length"] > 0
