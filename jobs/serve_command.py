@@ -51,6 +51,7 @@ def run_serve(request: ServeRequest) -> int:
     settings = load_config(request.config)  # before anything is started
     if request.api_keys_file is not None and not request.api_keys_file.is_file():
         raise ConfigError(f"there is no file of API keys {request.api_keys_file}")
+    application = _application(request, settings)
     name, is_serving = settings.slug, False
     signals = {number: signal.signal(number, _on_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -59,7 +60,7 @@ def run_serve(request: ServeRequest) -> int:
             _say(f"loading {settings.target} ...")
             stack.callback(_take_down, address, name)
             options = {"host": request.host, "port": request.port, "request_timeout_s": None}
-            applications.deploy(address, _application(request, settings), http_options=options)
+            applications.deploy(address, application, http_options=options)
             applications.wait_until_running(address, name, START_TIMEOUT_S)
             is_serving = True
             _say_where(request, name, address)

@@ -292,8 +292,8 @@ def test_a_killed_replica_is_replaced(server: Server) -> None:
         os.kill(pid, signal.SIGKILL)
 
     def answers() -> bool:
-        try:
-            answer = server.client().chat.completions.create(**server.ask(max_tokens=5))
+        try:  # not for long: a request that went to the dead replica may hang
+            answer = server.client(timeout=5).chat.completions.create(**server.ask(max_tokens=5))
         except openai.APIError:
             return False
         return answer.choices[0].message.content == recite(5)
