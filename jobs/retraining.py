@@ -38,6 +38,8 @@ from storage.trajectories import TrajectoryStore
 
 EXIT_FAILED, EXIT_LEASE_HELD = 1, 75
 
+_WAIT_FOR_NODES_S = 1800.0  # nobody is there to try again: a cluster that scales from 0 gets time to start nodes
+
 
 class Stopped(Exception):
     """A step was stopped from outside, with this exit code; the next start goes on there."""
@@ -201,6 +203,7 @@ class _Job:
                     num_actors=resources.num_actors, num_cpus=resources.num_cpus, num_gpus=resources.num_gpus
                 ),
                 address=self.request.address,
+                wait_for_nodes_s=_WAIT_FOR_NODES_S,
             )
         )
         if code > 128:
