@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -21,6 +22,11 @@ def job_parser(prog: str, description: str | None, *, needs_prompts: bool = True
         add("--prompts", required=True, nargs="+", metavar="FILE", help="JSONL files of prompts")
     add("--address", help='of the Ray cluster (default: RAY_ADDRESS, else one that runs here); "local" starts one')
     return parser
+
+
+def is_absolute(place: str) -> bool:
+    """Whether a folder, given as a path or a file:// URI, is the same one from every working directory."""
+    return place.startswith("file:///") or os.path.isabs(place)
 
 
 def whole_number(text: str) -> int:

@@ -12,7 +12,6 @@ Exit codes: 0 learned; 2 the arguments or the store cannot work, in one sentence
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.learning.tdes import TdesTraining
-from jobs.arguments import count, job_parser, whole_number
+from jobs.arguments import count, is_absolute, job_parser, whole_number
 from jobs.cluster import job_id
 from jobs.policy_training import PolicyRequest, run
 from jobs.registry_command import tracking_uri
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def request_from(options: argparse.Namespace) -> PolicyRequest:
     """The request that the options describe. Raises `GraftError` where they cannot work."""
-    if job_id() is not None and not all(os.path.isabs(path) for path in (options.out, options.store)):
+    if job_id() is not None and not all(is_absolute(path) for path in (options.out, options.store)):
         raise ConfigError(
             "--out and --store must be absolute in a submitted job: it runs in a copy of the working directory that is "
             "deleted"
