@@ -202,10 +202,14 @@ def _say_data(data: LearningData) -> None:
 
 
 def _costs(request: PolicyRequest, data: LearningData) -> CostFits:
-    """What rounds cost on the hardware that most of them were timed on."""
+    """What rounds cost on the hardware that most of them were timed on.
+
+    Where only batches were timed, the curve is of a sequence's share: it judges policies here, and is kept under a name
+    that no hardware has, so that who decodes with the policy measures rounds instead of believing it.
+    """
     with closing(connect(request.store, snapshot=data.snapshot)) as connection:
         for timed in timed_rounds(connection, request.config.slug):
-            fits = fit_costs(timed.rounds, timed.hardware)
+            fits = fit_costs(timed.rounds, timed.label)
             if fits is not None:
                 say(f"cost of rounds: {fits.best.name}, {fits.best.error_ms:.2f} ms off on held-out rounds")
                 return fits

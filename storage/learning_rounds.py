@@ -181,34 +181,57 @@ class Timed:
     batch_size: int
     rounds: TimedRounds
 
+    @property
+    def label(self) -> str:
+        """The hardware, and how many sequences shared a round if that was more than one.
+
+        What a sequence's share costs is not what its round costs alone: the two must not be taken for each other.
+        """
+        return self.hardware if self.batch_size == 1 else f"{self.hardware}, share of {self.batch_size} sequences"
+
 
 def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str) -> Iterator[Timed]:
-    """Yield the timed rounds of the busiest hardware: sequences that were alone first, then batches, busiest first."""
+    """Yield the timed rounds of the busiest hardware, those that say most of decoding first.
+
+    Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of the latter choose
+    a token at every node, decoding only on the path), and then the busiest. The first drafted round of a sequence is
+    left out: the drafter reads the prompt in it. So is a drafted round of 0 nodes, which paid for a draft it did not
+    use.
+    """
     groups = connection.execute(
         """WITH timed AS (
-               SELECT hardware, batch_size, len(candidate_ids) > 0 AS is_drafted
+               SELECT hardware, batch_size, temperature > 0 AS is_sampled, len(candidate_ids) > 0 AS is_drafted
                FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
                WHERE rounds.target = ? AND kind = 'decoded'
            ), busiest AS (
                SELECT hardware FROM timed WHERE is_drafted GROUP BY hardware ORDER BY count(*) DESC, hardware LIMIT 1
            )
-           SELECT hardware, batch_size FROM timed SEMI JOIN busiest USING (hardware)
-           GROUP BY hardware, batch_size ORDER BY (batch_size > 1), count(*) DESC, batch_size""",
+           SELECT hardware, batch_size, is_sampled FROM timed SEMI JOIN busiest USING (hardware)
+           GROUP BY hardware, batch_size, is_sampled
+           ORDER BY (batch_size > 1), is_sampled, count(*) DESC, batch_size""",
         [target],
     ).fetchall()
-    for hardware, batch_size in groups:
+    for hardware, batch_size, is_sampled in groups:
         table = connection.sql(
-            f"""SELECT
-                   round(batch_rows / batch_size)::BIGINT - 1 AS budget,
-                   (draft_ns + build_ns + verify_ns + commit_ns) / batch_size / 1e6 AS round_ms,
-                   (verify_ns + commit_ns) / batch_size / 1e6 AS undrafted_ms,
-                   context_length::BIGINT AS context_length,
-                   hash(sequence_id)::UBIGINT AS sequence_key
-               FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
-               WHERE rounds.target = $target AND kind = 'decoded' AND hardware = $hardware AND batch_size = $size
-                   AND (len(candidate_ids) > 0) = (round(batch_rows / batch_size) > 1)
+            f"""WITH timed AS (
+                   SELECT
+                       unit_id, sequence_id, round_index, len(candidate_ids) > 0 AS is_drafted,
+                       round(batch_rows / batch_size)::BIGINT - 1 AS budget,
+                       (draft_ns + build_ns + verify_ns + commit_ns) / batch_size / 1e6 AS round_ms,
+                       (verify_ns + commit_ns) / batch_size / 1e6 AS undrafted_ms,
+                       context_length::BIGINT AS context_length,
+                       hash(sequence_id)::UBIGINT AS sequence_key,
+                       min(round_index) FILTER (len(candidate_ids) > 0)
+                           OVER (PARTITION BY unit_id, attempt, sequence_id) AS first_drafted,
+                       batch_size
+                   FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
+                   WHERE rounds.target = $target AND kind = 'decoded' AND hardware = $hardware
+                       AND (temperature > 0) = $is_sampled
+               )
+               SELECT budget, round_ms, undrafted_ms, context_length, sequence_key FROM timed
+               WHERE batch_size = $size AND is_drafted = (budget > 0) AND round_index IS DISTINCT FROM first_drafted
                ORDER BY unit_id, sequence_id, round_index LIMIT {_MOST_TIMED}""",
-            params={"target": target, "hardware": hardware, "size": batch_size},
+            params={"target": target, "hardware": hardware, "size": batch_size, "is_sampled": is_sampled},
         ).to_arrow_table()
         columns = ("budget", "round_ms", "undrafted_ms", "context_length", "sequence_key")
         yield Timed(hardware, batch_size, TimedRounds(*(table[name].to_numpy() for name in columns)))

@@ -21,7 +21,6 @@ import pyarrow.compute as pc
 
 from graft_dist.cost_curve import Timing
 from graft_dist.errors import StoreError
-from graft_dist.learning.saba import TimedRounds
 from graft_dist.replay import RecordedRounds
 
 BATCH_ROUNDS = 1024
@@ -110,24 +109,6 @@ ORDER BY nodes
 """
 
 
-# A drafted round of 0 nodes paid for a draft that it did not use: it says nothing about either side.
-_TIMED = f"""{_PLACED},
-timed AS (
-    SELECT
-        s.hardware, p.context_length, p.depth, p.batch_rows - 1 AS nodes, hash(p.sequence_id) AS sequence_key,
-        (p.draft_ns + p.build_ns + p.verify_ns + p.commit_ns) / 1e6 AS round_ms,
-        (p.verify_ns + p.commit_ns) / 1e6 AS undrafted_ms,
-        p.round_index = min(p.round_index) FILTER (p.depth > 0) OVER (PARTITION BY p.unit_id, p.attempt, p.sequence_id)
-            AS is_first
-    FROM placed p JOIN sequences s USING (unit_id, attempt, sequence_id)
-    WHERE p.kind = 'decoded' AND p.batch_size = 1 AND s.temperature = 0
-)
-SELECT hardware, nodes, round_ms, undrafted_ms, context_length, sequence_key FROM timed
-WHERE (depth > 0) = (nodes > 0) AND NOT coalesce(is_first, false)
-ORDER BY sequence_key, context_length
-"""
-
-
 def check_one_source(connection: duckdb.DuckDBPyConnection, selection: Selection) -> list[str]:
     """Return the fingerprints of the selected sequences' drafters.
 
@@ -172,23 +153,6 @@ def recorded_timings(connection: duckdb.DuckDBPyConnection, selection: Selection
     if not rows:
         return None
     return RecordedTimings(rows[0][0], rows[0][1], [Timing(*row[2:]) for row in rows])
-
-
-def timed_rounds(connection: duckdb.DuckDBPyConnection, selection: Selection) -> dict[str, TimedRounds]:
-    """Read what cost models are fitted on, by hardware: greedy decoded rounds of one sequence at a time.
-
-    The first drafted round of each sequence is left out: the drafter reads the prompt in it.
-    """
-    columns = connection.execute(_TIMED, _parameters(selection)).fetchnumpy()
-    hardware = np.asarray(columns["hardware"], dtype=object)
-    rounds = TimedRounds(
-        budgets=np.asarray(columns["nodes"], np.int64),
-        round_ms=np.asarray(columns["round_ms"], np.float64),
-        undrafted_ms=np.asarray(columns["undrafted_ms"], np.float64),
-        context_lengths=np.asarray(columns["context_length"], np.int64),
-        sequence_keys=np.asarray(columns["sequence_key"], np.uint64),
-    )
-    return {name: rounds.take(hardware == name) for name in sorted(set(hardware.tolist()))}
 
 
 def _parameters(selection: Selection) -> dict[str, object]:

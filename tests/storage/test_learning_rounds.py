@@ -10,9 +10,18 @@ import pytest
 
 from graft_dist.errors import StoreError
 from graft_dist.rounds import RoundRecord
+from graft_dist.sampling import SamplingParams
 from storage import TrajectoryStore, UnitKey, connect
-from storage.learning_rounds import RoundShape, Source, recorded_sequences, round_records, source_of, timed_rounds
-from tests.storage.records import DATASET, PROVENANCE, commit_replayable, make_round, make_sequence
+from storage.learning_rounds import (
+    RoundShape,
+    Source,
+    Timed,
+    recorded_sequences,
+    round_records,
+    source_of,
+    timed_rounds,
+)
+from tests.storage.records import DATASET, PROVENANCE, commit_replayable, make_round, make_sequence, undrafted
 
 
 @pytest.fixture
@@ -65,7 +74,43 @@ def test_records_are_what_was_written(tmp_path: Path) -> None:
 def test_timings_of_the_busiest_hardware(root: Path) -> None:
     with connect(root, threads=1) as connection:
         (timed,) = timed_rounds(connection, "tiny")
-    assert (timed.hardware, timed.batch_size) == ("cpu", 1)
-    assert sorted(zip(timed.rounds.budgets.tolist(), timed.rounds.round_ms.tolist(), strict=True)) == [
-        (0, 5.0), (2, 6.0), (2, 6.0), (2, 6.0), (2, 6.0), (4, 10.0),
-    ]  # fmt: skip
+        assert list(timed_rounds(connection, "large")) == []
+    assert (timed.hardware, timed.batch_size, timed.label) == ("cpu", 1, "cpu")
+    assert rows_of(timed) == [(0, 5.0, 4.9, 12), (4, 10.0, 8.9, 13)]
+
+
+def test_rounds_that_costs_are_fitted_on(tmp_path: Path) -> None:
+    """Not the round in which the drafter reads the prompt; alone before batches, greedy before sampled."""
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin("run", "tiny", DATASET)
+    greedy, sampled = SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.5, seed=1)
+    sequences = [
+        make_sequence("cold", 5, sampling=greedy),
+        make_sequence("warm", 2, sampling=sampled),
+        make_sequence("pair", 2, sampling=greedy),
+        make_sequence("plain", 1, sampling=greedy),
+    ]
+    rounds = [
+        undrafted("cold", 0, batch_rows=1, draft_ns=0),
+        make_round("cold", 1, draft_ns=70_000_000),  # the prompt
+        make_round("cold", 2),
+        make_round("cold", 3, batch_rows=1),  # drafted, and then nothing was verified
+        make_round("cold", 4, batch_rows=5, context_length=40),
+        *(make_round("warm", index) for index in range(2)),
+        *(make_round("pair", index, batch_size=2, batch_rows=6) for index in range(2)),
+        undrafted("plain", 0, batch_rows=1, draft_ns=0, verify_ns=2_000_000),
+    ]
+    key = UnitKey(unit_id="u", attempt="a", run_id="run")
+    store.commit(store.write_unit(key, PROVENANCE, sequences, rounds), "run", turn)
+    with connect(tmp_path, threads=1) as connection:
+        alone, warm, pair = timed_rounds(connection, "tiny")
+    assert rows_of(alone) == [(0, 3.0, 2.9, 10), (0, 5.0, 4.9, 10), (2, 6.0, 4.9, 14), (4, 6.0, 4.9, 40)]
+    assert len(set(alone.rounds.sequence_keys.tolist())) == 2
+    assert rows_of(warm) == [(2, 6.0, 4.9, 12)]
+    assert rows_of(pair) == [(2, 3.0, 2.45, 12)] and pair.label == "cpu, share of 2 sequences"
+
+
+def rows_of(timed: Timed) -> list[tuple[float, ...]]:
+    rounds = timed.rounds
+    columns = (rounds.budgets, rounds.round_ms, rounds.undrafted_ms, rounds.context_lengths)
+    return sorted(zip(*(column.tolist() for column in columns), strict=True))

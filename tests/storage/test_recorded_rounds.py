@@ -20,7 +20,6 @@ from storage.recorded_rounds import (
     count_skipped,
     recorded_rounds,
     recorded_timings,
-    timed_rounds,
 )
 from tests.storage.records import (
     DATASET,
@@ -28,7 +27,6 @@ from tests.storage.records import (
     commit_replayable,
     make_round,
     make_sequence,
-    undrafted,
     write_unit,
 )
 
@@ -116,39 +114,6 @@ def test_hidden_states_come_back_where_they_were_recorded_and_asked_for(tmp_path
     assert [None if batch.hidden is None else batch.hidden.shape for batch in batches] == [None, (1, 2, 3), (1, 2, 4)]
     assert batches[2].hidden is not None and batches[2].hidden[0].tolist() == hidden.tolist()
     assert [batch.round_indices.tolist() for batch in batches] == [[0], [2], [1]]
-
-
-def test_rounds_that_costs_are_fitted_on(tmp_path: Path) -> None:
-    """Greedy, one sequence at a time, and not the round in which the drafter reads the prompt."""
-    store = TrajectoryStore(tmp_path)
-    turn = store.begin("run", "tiny", DATASET)
-    greedy, sampled = SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.5, seed=1)
-    sequences = [
-        make_sequence("cold", 5, sampling=greedy),
-        make_sequence("warm", 2, sampling=sampled),
-        make_sequence("pair", 2, sampling=greedy),
-        make_sequence("plain", 1, sampling=greedy),
-    ]
-    rounds = [
-        undrafted("cold", 0, batch_rows=1, draft_ns=0),
-        make_round("cold", 1, draft_ns=70_000_000),  # the prompt
-        make_round("cold", 2),
-        make_round("cold", 3, batch_rows=1),  # drafted, and then nothing was verified
-        make_round("cold", 4, batch_rows=5, context_length=40),
-        *(make_round("warm", index) for index in range(2)),
-        *(make_round("pair", index, batch_size=2) for index in range(2)),
-        undrafted("plain", 0, batch_rows=1, draft_ns=0, verify_ns=2_000_000),
-    ]
-    key = UnitKey(unit_id="u", attempt="a", run_id="run")
-    store.commit(store.write_unit(key, PROVENANCE, sequences, rounds), "run", turn)
-    with connect(tmp_path, threads=1) as connection:
-        found = timed_rounds(connection, Selection())
-        assert timed_rounds(connection, Selection(target="other")) == {}
-    assert list(found) == ["cpu"]
-    columns = (found["cpu"].budgets, found["cpu"].round_ms, found["cpu"].undrafted_ms, found["cpu"].context_lengths)
-    rows = sorted(zip(*(column.tolist() for column in columns), strict=True))
-    assert rows == [(0, 3.0, 2.9, 10), (0, 5.0, 4.9, 10), (2, 6.0, 4.9, 14), (4, 6.0, 4.9, 40)]
-    assert len(set(found["cpu"].sequence_keys.tolist())) == 2
 
 
 def test_several_shapes_and_many_batches(tmp_path: Path) -> None:
