@@ -28,7 +28,7 @@ DIFFICULTIES = ("easy", "medium", "hard")
 less."""
 
 _DRAWS = 2000  # of the bootstrap
-_COLUMNS = ("rounds", "tokens", "nodes", "mismatched", "ms")
+_COLUMNS = ("rounds", "tokens", "nodes", "mismatched", "ms", "plain_ms")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ class Trial:
     """Sums of every arm and prompt."""
 
     def __init__(self, cost: CostCurve, max_budget: int) -> None:
-        self._cost_ms = cost.table(max_budget)
+        self._cost_ms = cost.table(max_budget)  # without a context, whose price is each round's own
+        self._token_ms = cost.token_ms
         self._sums: dict[str, dict[str, FloatArray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(len(_COLUMNS))))
         self._tasks: dict[str, str] = {}  # of prompts
 
@@ -87,9 +88,10 @@ class Trial:
     ) -> None:
         """Add what an arm gets of some rounds; `prompts` [S] names each round's prompt."""
         found = outcomes(rounds, walk, budgets)
+        context_ms = self._token_ms * rounds.context_lengths
         columns = (
             np.ones(len(rounds)), found.num_tokens, budgets, found.lost == LOST.index("wrong_parent"),
-            self._cost_ms[budgets],
+            self._cost_ms[budgets] + context_ms, self._cost_ms[0] + context_ms,
         )  # fmt: skip
         rows = np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
         own = self._sums[arm]
@@ -104,7 +106,7 @@ class Trial:
 
     def row(self, arm: str, task: str = ALL_TASKS) -> TrialRow:
         """What an arm got of a task."""
-        rounds, tokens, nodes, mismatched, ms = self._of(arm, task).sum(axis=0).tolist()
+        rounds, tokens, nodes, mismatched, ms, plain_ms = self._of(arm, task).sum(axis=0).tolist()
         rate = 1000 * tokens / ms
         return TrialRow(
             arm=arm,
@@ -114,7 +116,7 @@ class Trial:
             mismatch_rate=mismatched / rounds,
             mean_budget=nodes / rounds,
             tokens_per_s=rate,
-            speedup=rate * float(self._cost_ms[0]) / 1000,
+            speedup=rate * plain_ms / rounds / 1000,  # plain decoding takes a round for every token
         )
 
     def compare(self, arm: str, baseline: str, task: str = ALL_TASKS, seed: int = 0) -> Comparison:

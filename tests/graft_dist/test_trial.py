@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,16 @@ def test_rows_by_task() -> None:
     assert row.mismatch_rate == pytest.approx(1 / 3)  # s1 wants 7 after 6
     assert row.tokens_per_s == pytest.approx(7000 / 39) and row.speedup == pytest.approx(70 / 39)
     assert trial.row("fixed 0", "code").mat == 1.0 and trial.row("fixed 6", "code").mat == 3.0
+
+
+def test_a_longer_context_makes_every_round_dearer() -> None:
+    cost = CostCurve((0, 1, 6), (10.0, 11.0, 16.0), "by hand", token_ms=0.5)
+    lengths = np.array([10, 20, 30, 40], np.int32)
+    rounds = replace(ROUNDS, context_lengths=lengths)
+    trial = run_trial([rounds], PROMPTS, {"marginal": MarginalScorer()}, ARMS, cost, 6)
+    assert trial.row("fixed 3").tokens_per_s == pytest.approx(7000 / (3 * 13 + 30))
+    assert trial.row("fixed 3").speedup == pytest.approx(7 / (3 * 13 + 30) * (3 * 10 + 30) / 3)
+    assert trial.row("fixed 0").speedup == pytest.approx(1.0)
 
 
 def test_comparisons_draw_prompts() -> None:
