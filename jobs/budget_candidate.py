@@ -51,8 +51,8 @@ def baselines() -> list[Candidate]:
 
 
 def fixed_candidates(scorer: str, max_budget: int) -> list[Candidate]:
-    """Fixed budgets up to the largest."""
-    return [fixed(scorer, budget) for budget in FIXED_BUDGETS if budget <= max_budget]
+    """Fixed budgets up to the largest, which is one of them."""
+    return [fixed(scorer, budget) for budget in sorted({*FIXED_BUDGETS, max_budget}) if budget <= max_budget]
 
 
 def learned_candidates(scorer: str, calibrations: CalibrationFits, gain: GainFit) -> list[Candidate]:

@@ -53,7 +53,7 @@ class Report:
     @property
     def budgets(self) -> list[int]:
         """Fixed budgets that are reported."""
-        return [budget for budget in REPORTED_BUDGETS if budget <= self.max_budget]
+        return [budget for budget in REPORTED_BUDGETS if budget <= self.max_budget] or [self.max_budget]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -85,7 +85,9 @@ class Report:
     @property
     def headline(self) -> str:
         """One sentence."""
-        over = next(each for each in self.comparisons if each.task == ALL_TASKS and each.baseline != CADDTREE)
+        over = next((each for each in self.comparisons if each.task == ALL_TASKS and each.baseline != CADDTREE), None)
+        if over is None:  # it is compared with nothing, being the baseline itself
+            return f"{describe(self.choice.chosen)}: DDTree, which nothing that was learned beats"
         return (
             f"{describe(self.choice.chosen)}; predicted {over.ratio:.3f} ({over.low:.3f} to {over.high:.3f}) times the "
             f"tokens per second of DDTree with {self.choice.ddtree.fixed_budget} nodes, on held-out prompts"
