@@ -83,7 +83,13 @@ def check_fits(
 
 
 def wait_until_fits(
-    cluster: Cluster, num_actors: int, num_cpus: float, num_gpus: float, wait_s: float, say: Callable[[str], None]
+    cluster: Cluster,
+    num_actors: int,
+    num_cpus: float,
+    num_gpus: float,
+    wait_s: float,
+    say: Callable[[str], None],
+    who: str = "actors",
 ) -> None:
     """Like `check_fits`, but lets a cluster that scales by itself start the missing nodes first, for at most `wait_s`.
 
@@ -91,7 +97,7 @@ def wait_until_fits(
     nodes are not kept for a job that died.
     """
     try:
-        check_fits(cluster.resources, num_actors, num_cpus, num_gpus)
+        check_fits(cluster.resources, num_actors, num_cpus, num_gpus, who)
     except ConfigError:
         if cluster.is_local or wait_s <= 0:
             raise
@@ -106,7 +112,7 @@ def wait_until_fits(
             pass
     finally:
         ray.util.remove_placement_group(group)
-    check_fits(ray.cluster_resources(), num_actors, num_cpus, num_gpus)
+    check_fits(ray.cluster_resources(), num_actors, num_cpus, num_gpus, who)
 
 
 def dashboard_address(address: str | None) -> str:

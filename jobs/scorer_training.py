@@ -20,15 +20,15 @@ import numpy as np
 import torch
 
 from graft_dist.edge_scorer import TdesConfig, TdesNetwork
-from graft_dist.errors import GraftError
+from graft_dist.errors import ConfigError, GraftError
 from graft_dist.learning.drafter import worker
 from graft_dist.learning.lesson_file import INDEX_NAME, LessonWriter, empty_lessons, open_share
 from graft_dist.learning.scorer_checkpoint import ScorerCheckpoint
 from graft_dist.learning.tdes import Evaluation, Share, TdesTrainer, TdesTraining, lessons_of
 from graft_dist.rounds import RoundRecord
 from graft_dist.target import read_embeddings
-from jobs.cluster import check_fits
 from jobs.cluster import connect as connect_ray
+from jobs.cluster import wait_until_fits
 from storage import connect
 from storage.learning_rounds import RecordedSequence, RoundShape, round_records
 from storage.trajectories import Snapshot
@@ -63,6 +63,7 @@ class Placement:
     num_workers: int  # 0: in this process
     address: str | None
     max_failures: int = 3  # times that the workers are started again after one died
+    wait_for_nodes_s: float = 0.0  # how long a cluster that is too small may take to start nodes
 
 
 def say(line: str) -> None:
@@ -84,7 +85,11 @@ def fit_scorer(plan: ScorerPlan, placement: Placement) -> tuple[TdesNetwork, tup
     else:
         say("the edge scorer is fitted already")
     result = checkpoint.result()
-    assert result is not None, "the fit ended without a result"
+    if result is None:
+        raise ConfigError(
+            f"the workers fitted the edge scorer, but {plan.out} does not hold it here: --out must be a folder "
+            "that all nodes see"
+        )
     for folder in ("lessons", "ray"):  # gigabytes that nobody reads again
         shutil.rmtree(plan.out / folder, ignore_errors=True)
     weights, evaluations = result
@@ -102,7 +107,8 @@ def _train_on_ray(plan: ScorerPlan, placement: Placement) -> None:
     say(cluster.message)
     try:
         num_gpus = 1.0 if plan.uses_gpu else 0.0
-        check_fits(cluster.resources, placement.num_workers, plan.threads, num_gpus, "workers")
+        size = (placement.num_workers, plan.threads, num_gpus)
+        wait_until_fits(cluster, *size, wait_s=placement.wait_for_nodes_s, say=say, who="workers")
         TorchTrainer(
             lambda given: train_on_worker(given["plan"]),
             train_loop_config={"plan": plan},
