@@ -14,7 +14,7 @@ from graft_dist.budget import FixedBudget
 from graft_dist.config import TargetConfig
 from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
-from graft_dist.errors import PolicyError
+from graft_dist.errors import GraftError, PolicyError
 from graft_dist.generate import Request
 from graft_dist.policy import GraftPolicy
 from graft_dist.retraining import Retraining
@@ -123,6 +123,10 @@ class Evaluator:
         try:
             task = ray.remote(num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, max_retries=1)(run_live)
             found: LiveTrial = ray.get(task.remote(plan))
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, GraftError):  # its own sentence, without Ray's copy of the traceback
+                raise error.cause from error
+            raise
         finally:
             if cluster.is_local:
                 ray.shutdown()

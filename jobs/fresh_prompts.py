@@ -38,10 +38,31 @@ def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
     aside.replace(path)
 
 
+def count_unlearned(runs: Path) -> int:
+    """How many prompts earlier runs have asked since the last training that came to an end began.
+
+    A run that failed after its collection leaves rounds that no policy has seen, and prompts that are not asked again.
+    """
+    last = max((_moment(record, "started_at") for record in runs.glob("*/4-train.json")), default=0.0)
+    collected = [record for record in runs.glob("*/2-collect.json") if _moment(record, "finished_at") > last]
+    return sum(len(_turns(record.parent / "prompts.jsonl")) for record in collected)
+
+
 def asked_before(runs: Path) -> set[str]:
     """Hashes of the prompts that the finished collections of earlier runs asked, from their own prompt files."""
     asked = set()
     for record in runs.glob("*/2-collect.json"):
-        for line in (record.parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
-            asked.add(prompt_hash(json.loads(line)["turns"]))
+        asked |= {prompt_hash(turns) for turns in _turns(record.parent / "prompts.jsonl")}
     return asked
+
+
+def _moment(record: Path, name: str) -> float:
+    moment: float = json.loads(record.read_text(encoding="utf-8")).get(name, 0.0)
+    return moment
+
+
+def _turns(prompts: Path) -> list[list[str]]:
+    """The turns of each prompt of a file as `write_prompts` writes it; none where somebody has deleted it."""
+    if not prompts.exists():
+        return []
+    return [json.loads(line)["turns"] for line in prompts.read_text(encoding="utf-8").splitlines()]

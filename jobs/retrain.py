@@ -16,6 +16,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,13 +24,16 @@ from typing import Any
 if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, the packages are beside it
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from pydantic import ValidationError
+
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.retraining import Retraining
 from jobs import train
 from jobs.arguments import count, job_parser
 from jobs.registry_command import tracking_uri
-from jobs.retraining import RetrainRequest, run
+from jobs.retraining import WAIT_FOR_NODES_S, RetrainRequest, run
+from storage.trajectories import local_root
 
 
 def main(argv: Sequence[str] | None = None, failpoint: Callable[[str], None] = lambda _: None) -> int:
@@ -64,15 +68,23 @@ def request_from(options: argparse.Namespace) -> RetrainRequest:
     if config.retrain is None and "prompts" not in given:
         raise ConfigError(f"{options.config} has no section retrain: say with --prompts where fresh prompts come from")
     known = {} if config.retrain is None else config.retrain.model_dump(exclude_unset=True)
-    settings = Retraining.model_validate({**known, **given})
+    try:
+        settings = Retraining.model_validate({**known, **given})
+    except ValidationError as error:  # of an option: the configuration was checked when it was read
+        name = str(error.errors()[0]["loc"][0])
+        allowed = Retraining.model_fields[name].description
+        raise ConfigError(f"--{name.replace('_', '-')}: allowed is {allowed}") from error
 
     def policy_request(out: Path) -> Any:
-        arguments = ["--config", options.config, "--store", settings.store, "--out", str(out)]
+        # Absolute, since a submitted job refuses anything else: not ~/folder, as the configuration has it.
+        store = str(local_root(settings.store))
+        arguments = ["--config", options.config, "--store", store, "--out", str(out.absolute())]
         arguments += ["--steps", str(settings.steps), "--min-rounds", str(settings.min_rounds)]
         arguments += ["--workers", str(settings.num_workers), "--tracking-uri", tracking_uri(settings.tracking_uri)]
         arguments += ["--all-prompts"] if settings.every_prompt else []
         arguments += ["--address", options.address] if options.address is not None else []
-        return train.request_from(train.parser().parse_args(arguments))
+        made = train.request_from(train.parser().parse_args(arguments))
+        return replace(made, placement=replace(made.placement, wait_for_nodes_s=WAIT_FOR_NODES_S))
 
     return RetrainRequest(
         config=config,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from graft_dist.config import TargetConfig
-from graft_dist.errors import ConfigError, GraftError
+from graft_dist.errors import ConfigError, GraftError, RegistryError
 from graft_dist.retraining import Retraining
 from graft_dist.sampling import SamplingParams
 from jobs.cluster import job_id
@@ -24,7 +25,7 @@ from jobs.collection import run as collect
 from jobs.decode_spec import DecodeSpec
 from jobs.driver import Ending
 from jobs.evaluation import Evaluator, evidence_of
-from jobs.fresh_prompts import asked_before, choose_fresh, write_prompts
+from jobs.fresh_prompts import asked_before, choose_fresh, count_unlearned, write_prompts
 from jobs.gate import decide
 from jobs.lease import Lease, LeaseHeldError, LeaseLostError, hold
 from jobs.out_file import to_json, write_aside
@@ -33,12 +34,12 @@ from jobs.policy_training import run as train
 from jobs.ray_pool import PoolSettings
 from jobs.retraining_report import write_report
 from jobs.run_steps import Ends, Results, Step, StepFailedError, run_steps
-from storage.registry import CHALLENGER, CHAMPION, Registry
+from storage.registry import CHAMPION, Registry
 from storage.trajectories import TrajectoryStore
 
 EXIT_FAILED, EXIT_LEASE_HELD = 1, 75
 
-_WAIT_FOR_NODES_S = 1800.0  # nobody is there to try again: a cluster that scales from 0 gets time to start nodes
+WAIT_FOR_NODES_S = 1800.0  # nobody is there to try again: a cluster that scales from 0 gets time to start nodes
 
 
 class Stopped(Exception):
@@ -47,6 +48,10 @@ class Stopped(Exception):
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"stopped with exit code {exit_code}")
         self.exit_code = exit_code
+
+
+class StepBrokeError(Exception):
+    """A step met an error that nobody foresaw, a full disk say; the next start goes on there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +125,10 @@ def _run_alone(request: RetrainRequest, run_id: str, lease: Lease, failpoint: Ca
     except Stopped as stopped:
         say(f"{stopped}; the same command goes on there")
         return stopped.exit_code
+    except StepBrokeError as broke:
+        traceback.print_exception(broke.__cause__)
+        say(f"{broke}; the same command goes on there")
+        return EXIT_FAILED
     write_aside(end, to_json({"line": line, "exit_code": code}))
     say(line)
     return code
@@ -129,7 +138,13 @@ def _watched(steps: list[Step], failpoint: Callable[[str], None]) -> list[Step]:
     def watch(step: Step) -> Step:
         def action(results: Results) -> Any:
             failpoint(f"before {step.name}")
-            found = step.action(results)
+            try:
+                found = step.action(results)
+            except (GraftError, Stopped):
+                raise
+            except Exception as error:
+                what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                raise StepBrokeError(f"failed at step {step.name}: {what}") from error
             failpoint(f"after {step.name}")
             return found
 
@@ -176,8 +191,9 @@ class _Job:
             settings.num_prompts,
             every_prompt=settings.every_prompt,
         )
-        if len(fresh) < settings.min_new_sequences:
-            return Ends("nothing new", f"{len(fresh)} fresh prompts, and {settings.min_new_sequences} are asked for")
+        num_new = len(fresh) + count_unlearned(self.request.runs)
+        if num_new < settings.min_new_sequences:
+            return Ends("nothing new", f"{num_new} fresh prompts, and {settings.min_new_sequences} are asked for")
         write_prompts(self.folder / "prompts.jsonl", fresh)
         return {"num_prompts": len(fresh)}
 
@@ -203,7 +219,7 @@ class _Job:
                     num_actors=resources.num_actors, num_cpus=resources.num_cpus, num_gpus=resources.num_gpus
                 ),
                 address=self.request.address,
-                wait_for_nodes_s=_WAIT_FOR_NODES_S,
+                wait_for_nodes_s=WAIT_FOR_NODES_S,
             )
         )
         if code > 128:
@@ -220,7 +236,10 @@ class _Job:
         """Fit and register the challenger; goes on by itself where it was cut off."""
         out = self.folder / "training"
         train(self.request.policy_request(out))
-        version = self._registry().resolve(self.slug, CHALLENGER)
+        # By its content: the alias may by now be that of a training which somebody started by hand.
+        version = self._registry().version_of(self.slug, out / "policy")
+        if version is None:
+            raise RegistryError(f"the registry {self.request.tracking_uri} does not hold the policy of {out}")
         return {"version": version, "policy": str(out / "policy")}
 
     def evaluate(self, results: Results) -> Any:

@@ -218,6 +218,12 @@ class Registry:
             return int(self.client.get_model_version_by_alias(name, wanted).version)
         return None
 
+    def version_of(self, slug: str, folder: Path) -> int | None:
+        """Return the number of the version that holds what is in `folder`; None where it was never registered."""
+        content = content_sha256(folder)
+        with self.said("read"):
+            return self._registered(model_name(slug), content)
+
     def versions(self, slug: str | None = None) -> list[PolicyVersion]:
         """Return the versions of a target, or of every target; newest first within one."""
         with self.said("read"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from graft_dist.prompt_source import PromptSource
 from graft_dist.prompts import Prompt, is_held_out, prompt_hash, read_prompts
-from jobs.fresh_prompts import asked_before, choose_fresh, write_prompts
+from jobs.fresh_prompts import asked_before, choose_fresh, count_unlearned, write_prompts
 
 
 def sources(folder: Path, count: int) -> list[PromptSource]:
@@ -39,3 +39,19 @@ def test_only_finished_collections_count_as_asked(tmp_path: Path) -> None:
     assert read_prompts(tmp_path / "cut" / "prompts.jsonl") == [prompts[1]]
     (tmp_path / "done" / "2-collect.json").write_text("{}")
     assert asked_before(tmp_path) == {prompt_hash(("One.",))}
+
+
+def test_what_a_failed_run_has_collected_is_still_new(tmp_path: Path) -> None:
+    prompts = [Prompt("a", "t", ("One.",)), Prompt("b", "t", ("Two.",))]
+    steps = {"1": {"2-collect": (1, 2), "4-train": (3, 4)}, "2": {"2-collect": (5, 6)}, "3": {"2-collect": (7, 8)}}
+    for run, records in steps.items():
+        (tmp_path / run).mkdir()
+        write_prompts(tmp_path / run / "prompts.jsonl", prompts)
+        for name, (started, finished) in records.items():
+            record = {"started_at": started, "finished_at": finished}
+            (tmp_path / run / f"{name}.json").write_text(json.dumps(record))
+    assert count_unlearned(tmp_path) == 4
+    (tmp_path / "3" / "4-train.json").write_text(json.dumps({"started_at": 9, "finished_at": 10}))
+    assert count_unlearned(tmp_path) == 0
+    (tmp_path / "3" / "prompts.jsonl").unlink()
+    assert asked_before(tmp_path) == {prompt_hash(prompt.turns) for prompt in prompts}

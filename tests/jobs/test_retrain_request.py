@@ -1,0 +1,48 @@
+"""The request of a retraining run, and that of its training, as options and configuration describe them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from graft_dist.config import TargetConfig
+from graft_dist.errors import ConfigError
+from jobs.retrain import _parser, request_from
+
+
+@pytest.fixture
+def in_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = {"metadata": {"job_submission_id": "raysubmit_1"}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(described))
+
+
+def request(tmp_path: Path, tiny_config: TargetConfig, *arguments: str, **retrain: Any) -> Any:
+    config = tiny_config.model_dump(mode="json", exclude_none=True)
+    config["retrain"] = {"prompts": [{"path": "/data/prompts.jsonl"}], **retrain}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+    return request_from(_parser().parse_args(["--config", str(tmp_path / "tiny.yaml"), *arguments]))
+
+
+@pytest.mark.usefixtures("in_a_job")
+@pytest.mark.parametrize("store", ["~/store", "file:///data/store", "/data/store"])
+def test_a_submitted_job_trains_on_the_store_that_it_collects_into(
+    tmp_path: Path, tiny_config: TargetConfig, store: str
+) -> None:
+    made = request(tmp_path, tiny_config, store=store)
+    training = made.policy_request(tmp_path / "training")
+    expected = {"~/store": str(Path("~/store").expanduser())}.get(store, "/data/store")
+    assert training.store == expected
+
+
+def test_impossible_options_are_said_in_a_sentence(tmp_path: Path, tiny_config: TargetConfig) -> None:
+    with pytest.raises(ConfigError, match="--num-prompts: allowed is a whole number"):
+        request(tmp_path, tiny_config, "--num-prompts", "20000000")
+
+
+def test_training_waits_for_nodes(tmp_path: Path, tiny_config: TargetConfig) -> None:
+    made = request(tmp_path, tiny_config, store="/data/store", num_workers=2)
+    assert made.policy_request(tmp_path / "training").placement.wait_for_nodes_s > 0
