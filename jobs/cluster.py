@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
@@ -42,7 +45,8 @@ def connect(address: str | None) -> Cluster:
     wanted = address or os.environ.get("RAY_ADDRESS")
     if wanted != "local":
         try:
-            ray.init(address=wanted or "auto", log_to_driver=True, logging_level=logging.WARNING)
+            with _own_sigterm():
+                ray.init(address=wanted or "auto", log_to_driver=True, logging_level=logging.WARNING)
         except ConnectionError as error:
             if wanted:
                 raise ConfigError(f"there is no Ray cluster at {wanted}: {' '.join(str(error).split())}") from error
@@ -60,13 +64,25 @@ def _start_local() -> None:
     # for every later `ray start` of this user. This one listens on the loopback interface and ends with the job.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-        log_to_driver=True,
-        logging_level=logging.WARNING,
-    )
+    with _own_sigterm():
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+        )
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep a handler of SIGTERM that this process has set: Ray's own ends it with exit code 15."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def check_fits(
