@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -30,19 +31,24 @@ class FileSystem(Protocol):
 
 
 def read_sources(sources: Iterable[PromptSource], hub: FileSystem | None = None) -> Iterator[Prompt | BadPrompt]:
-    """Read sources one after the other; of prompts with one id, the first counts.
+    """Read sources one after the other; a prompt that was there before under its id is left out.
+
+    Another prompt with a taken id gets a free one: two data sets that both number their rows lose none.
 
     `hub` stands for the Hugging Face hub in tests.
 
     Raises:
         PromptError: a source that is not there, or cannot be read at all; a row that does not fill the templates.
     """
-    seen: set[str] = set()
+    seen: dict[str, object] = {}  # what stands under an id
     for source in sources:
         for prompt in islice(_read(source, hub), source.limit):
-            if prompt.id not in seen:
-                seen.add(prompt.id)
-                yield prompt
+            content = prompt.turns if isinstance(prompt, Prompt) else prompt
+            name = prompt.id
+            while seen.setdefault(name, content) != content:
+                name += "'"
+            if seen[name] is content:
+                yield replace(prompt, id=name)
 
 
 def _read(source: PromptSource, hub: FileSystem | None) -> Iterator[Prompt | BadPrompt]:

@@ -75,6 +75,15 @@ def test_own_form_patterns_limits_and_double_ids(tmp_path: Path) -> None:
     assert [prompt.id for prompt in read_sources(both)] == ["0", "1", "2", "3", "4", "5"]
 
 
+def test_data_sets_that_number_their_rows_alike_lose_none(tmp_path: Path) -> None:
+    first, second = (write_jsonl(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", ROWS), ("b", ROWS[::-1])))
+    found = list(read_sources([source(path=path, id="{index}") for path in (first, second, first)]))
+    questions = [row["question"] for row in (*ROWS, *ROWS[::-1])]
+    assert [(prompt.id, prompt.turns) for prompt in found if isinstance(prompt, Prompt)] == [
+        (name, (question,)) for name, question in zip(("0", "1", "0'", "1'"), questions, strict=True)
+    ]
+
+
 def test_bad_rows_of_the_own_form_do_not_stop_the_others(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", [{"id": "a", "turns": [" "]}, {"id": "b", "turns": ["Hi."]}])
     bad, good = list(read_sources([PromptSource(path=path)]))
