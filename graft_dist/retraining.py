@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from graft_dist.prompt_source import PromptSource
 
@@ -38,11 +38,13 @@ class Retraining(BaseModel):
         Field(strict=False, min_length=2, description="a list of budgets from 0 to 4096, drawn from per round"),
     ] = (0, 4, 8, 16, 32, 64)
     dense: Annotated[bool, Field(description="true or false")] = True
+    hidden: Annotated[int, Field(ge=0, le=4096, description="a whole number from 0, none, to 4096")] = 0
     min_new_sequences: Annotated[int, Field(ge=0, description="a whole number from 0 on")] = 1
 
     # How the challenger is trained, see jobs/train.py.
     every_prompt: Annotated[bool, Field(description="true or false")] = False
     num_workers: Annotated[int, Field(ge=0, le=1024, description="a whole number from 0, this process, to 1024")] = 0
+    gate_rank: Annotated[int, Field(ge=0, le=1024, description="a whole number from 0, no gate, to 1024")] = 0
     steps: _Count = 1500
     min_rounds: _Count = 1000
 
@@ -53,6 +55,12 @@ class Retraining(BaseModel):
 
     # What is kept.
     keep_days: Annotated[int | None, Field(ge=1, description="a whole number of days from 1 on, or null")] = None
+
+    @model_validator(mode="after")
+    def _check_gate(self) -> Retraining:
+        if self.gate_rank > 0 and self.hidden == 0:
+            raise ValueError("gate_rank needs hidden: how many numbers are recorded of each hidden state")
+        return self
 
     @field_validator("explore", mode="after")
     @classmethod

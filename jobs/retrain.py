@@ -71,7 +71,7 @@ def request_from(options: argparse.Namespace) -> RetrainRequest:
     try:
         settings = Retraining.model_validate({**known, **given})
     except ValidationError as error:  # of an option: the configuration was checked when it was read
-        name = str(error.errors()[0]["loc"][0])
+        name = str(error.errors()[0]["loc"][0])  # of a field: none of the options goes against another
         allowed = Retraining.model_fields[name].description
         raise ConfigError(f"--{name.replace('_', '-')}: allowed is {allowed}") from error
 
@@ -81,6 +81,7 @@ def request_from(options: argparse.Namespace) -> RetrainRequest:
         arguments = ["--config", options.config, "--store", store, "--out", str(out.absolute())]
         arguments += ["--steps", str(settings.steps), "--min-rounds", str(settings.min_rounds)]
         arguments += ["--workers", str(settings.num_workers), "--tracking-uri", tracking_uri(settings.tracking_uri)]
+        arguments += ["--gate-rank", str(settings.gate_rank)]
         arguments += ["--all-prompts"] if settings.every_prompt else []
         arguments += ["--address", options.address] if options.address is not None else []
         made = train.request_from(train.parser().parse_args(arguments))

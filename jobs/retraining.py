@@ -211,6 +211,7 @@ class _Job:
                     budgets=settings.explore,
                     sampling=SamplingParams(max_new_tokens=settings.max_new_tokens),
                     dense=settings.dense,
+                    num_hidden=settings.hidden,
                 ),
                 prompts=(str(self.folder / "prompts.jsonl"),),
                 store=self.request.store,
