@@ -85,7 +85,7 @@ class Evaluator:
         else:
             scorers["champion"] = theirs.replay_scorer(embeddings, data.shape.num_hidden)
             arms.append(Arm(f"champion {their_name}", "champion", lambda: theirs.budget_policy(cost)))
-        prompt_of = {sequence.sequence_id: sequence.prompt_id for sequence in data.splits["test"]}
+        prompt_of = data.prompt_of("test")
         rounds = decoded_rounds(data, self.store, self.config.slug, "test")
         most = max(ours.max_budget, theirs.max_budget if theirs is not None else 0)
         trial = run_trial(rounds, prompt_of, scorers, arms, cost, most)

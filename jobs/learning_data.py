@@ -8,6 +8,7 @@ never changes sides as data grows.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -52,6 +53,13 @@ class LearningData:
     def num_rounds(self, *splits: LearningSplit) -> int:
         """Decoded and dense rounds of some splits."""
         return sum(each.num_decoded + each.num_dense for split in splits for each in self.splits[split])
+
+    def prompt_of(self, split: LearningSplit) -> dict[str, str]:
+        """Sequence ids of a split, each with a name of what was asked: prompt ids are unique within a run only."""
+        return {
+            sequence.sequence_id: hashlib.sha256(repr(sequence.prompt_token_ids).encode()).hexdigest()[:16]
+            for sequence in self.splits[split]
+        }
 
     @property
     def identity(self) -> DataIdentity:

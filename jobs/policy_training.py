@@ -57,6 +57,7 @@ from jobs.training_report import Choice, Report, report_of
 from storage import connect
 from storage.learning_rounds import timed_rounds
 from storage.registry import SPEC_TAG, Registry, model_name
+from storage.trajectories import local_root
 
 _MOST_ROUNDS = 50_000  # that budgets are fitted to: some hundred bytes each, and more change nothing
 
@@ -168,7 +169,9 @@ class _Pinned:
     @classmethod
     def open(cls, request: PolicyRequest) -> _Pinned:
         """Read the folder, which is made if it is not there. Refuses one of a run with other settings."""
-        identity = hashlib.sha256(json.dumps(request.settings, sort_keys=True).encode()).hexdigest()[:16]
+        # The snapshot's versions say nothing without the store that they count in.
+        known_by = {**request.settings, "store": str(local_root(request.store))}
+        identity = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
         try:
             request.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -270,7 +273,7 @@ class _Laboratory:
         """Replay a split's decoded rounds with several decoders."""
         return run_trial(
             self.rounds(split),
-            {sequence.sequence_id: sequence.prompt_id for sequence in self.data.splits[split]},
+            self.data.prompt_of(split),
             self.scorers,
             [arm.arm(self.cost, self.request.max_budget) for arm in arms],
             self.cost,
@@ -279,7 +282,7 @@ class _Laboratory:
 
     def observations(self, split: LearningSplit, scorer: str) -> Observations:
         """What a split's rounds, at most `_MOST_ROUNDS`, show of a scorer's trees."""
-        wanted = {sequence.sequence_id: sequence.prompt_id for sequence in self.data.splits[split]}
+        wanted = self.data.prompt_of(split)
         parts: list[Observations] = []
         for rounds in of_sequences(self.rounds(split), wanted):
             walk = walk_rounds(rounds, self.scorers[scorer], self.request.max_budget)
@@ -290,7 +293,7 @@ class _Laboratory:
 
     def gain_curves(self, split: LearningSplit) -> GainCurves:
         """Tokens by budget and difficulty, of the drafter's own trees."""
-        wanted = {sequence.sequence_id: sequence.prompt_id for sequence in self.data.splits[split]}
+        wanted = self.data.prompt_of(split)
         rounds = of_sequences(self.rounds(split), wanted)
         return gain_curves(rounds, self.scorers["marginal"], self.request.max_budget)
 
