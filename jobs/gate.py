@@ -16,6 +16,9 @@ from graft_dist.bench import bootstrap_interval, paired_ratio
 
 FloatArray = npt.NDArray[np.float64]
 
+_MIN_PROMPTS = 5
+"""Of replay: the interval is drawn from the prompts themselves, and that of one or two prompts is as good as none."""
+
 
 @dataclass(frozen=True)
 class Side:
@@ -88,15 +91,17 @@ def compare(
 def decide(replayed: Evidence, live: Evidence | None, num_audit_bugs: int, margin: float) -> Decision:
     """Return the decision.
 
-    The challenger is promoted when no audited answer differs from the target's own, replay finds it faster by `margin`
-    (a share, such as 0.01) with the whole interval above 1, and the live run does not find it slower with its whole
-    interval.
+    The challenger is promoted when no audited answer differs from the target's own, replay of prompts enough finds it
+    faster by `margin` (a share, such as 0.01) with the whole interval above 1, and the live run does not find it slower
+    with its whole interval.
     """
     if num_audit_bugs:
         return Decision(False, f"{num_audit_bugs} audited answers are not the target's own")
-    if replayed.ratio < 1.0 + margin:
+    if replayed.num_prompts < _MIN_PROMPTS:
+        return Decision(False, f"{_MIN_PROMPTS} held-out prompts are the fewest to judge by: {replayed.sentence()}")
+    if not replayed.ratio >= 1.0 + margin:  # nor if it is not a number
         return Decision(False, f"it is not faster by {100 * margin:g} %: {replayed.sentence()}")
-    if replayed.low <= 1.0:
+    if not replayed.low > 1.0:
         return Decision(False, f"the interval does not lie above 1: {replayed.sentence()}")
     if live is not None and live.high < 1.0:
         return Decision(False, f"the live run found it slower: {live.sentence()}")

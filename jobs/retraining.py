@@ -91,10 +91,10 @@ def run(request: RetrainRequest, failpoint: Callable[[str], None] = lambda _: No
     Raises a `GraftError` before any work when the request cannot be carried out.
     """
     _check_places(request)
-    run_id = request.run_id or _unfinished(request.runs) or f"{datetime.now(UTC):%Y%m%dT%H%M%S}"
-    lease = Lease(request.runs / "lease.json", run_id)
+    lease = Lease(request.runs / "lease.json", _run_to_do(request))
     try:
         with hold(lease, wait_s=request.wait_s) as former:
+            run_id = _run_to_do(request)  # again: the one that was at work may have ended meanwhile
             if former is not None and former.run_id != run_id:
                 say(f"took over from run {former.run_id}, which has given no sign of life")
             return _run_alone(request, run_id, lease, failpoint)
@@ -161,6 +161,10 @@ def _check_places(request: RetrainRequest) -> None:
                 f"retrain.{key} is {getattr(settings, key)!r}, but a submitted job runs in a copy of the working "
                 "directory that is deleted; give an absolute path that all nodes see"
             )
+
+
+def _run_to_do(request: RetrainRequest) -> str:
+    return request.run_id or _unfinished(request.runs) or f"{datetime.now(UTC):%Y%m%dT%H%M%S}"
 
 
 def _unfinished(runs: Path) -> str | None:

@@ -41,6 +41,8 @@ def test_a_clearly_faster_challenger_is_promoted() -> None:
     ("replayed", "live", "num_bugs", "reason"),
     [
         (evidence(faster=1.5), None, 1, "1 audited answers are not the target's own"),
+        (evidence(faster=1.5, prompts=4), None, 0, "5 held-out prompts are the fewest to judge by"),
+        (replace(evidence(faster=1.5), low=float("nan")), None, 0, "does not lie above 1"),
         (evidence(faster=1.005), None, 0, "not faster by 1 %"),
         (evidence(faster=0.9), None, 0, "not faster by 1 %"),
         (evidence(faster=1.05, noise=0.4), None, 0, "does not lie above 1"),
