@@ -242,7 +242,7 @@ class Registry:
             content = found.tags.get(CONTENT_TAG, "")
             registry = hashlib.sha256(self.tracking_uri.encode()).hexdigest()[:8]
             folder = self._cache / f"{name}-{version}-{registry}-{content[:12]}"
-            if folder.is_dir() and content_sha256(folder) == content:
+            if folder.is_dir() and any(folder.iterdir()) and content_sha256(folder) == content:
                 return folder
             self._cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".fetch-", dir=self._cache) as aside:
