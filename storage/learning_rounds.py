@@ -213,23 +213,21 @@ def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str) -> Iterator
     ).fetchall()
     for hardware, batch_size, is_sampled in groups:
         table = connection.sql(
-            f"""WITH timed AS (
-                   SELECT
-                       unit_id, sequence_id, round_index, len(candidate_ids) > 0 AS is_drafted,
-                       round(batch_rows / batch_size)::BIGINT - 1 AS budget,
-                       (draft_ns + build_ns + verify_ns + commit_ns) / batch_size / 1e6 AS round_ms,
-                       (verify_ns + commit_ns) / batch_size / 1e6 AS undrafted_ms,
-                       context_length::BIGINT AS context_length,
-                       hash(sequence_id)::UBIGINT AS sequence_key,
-                       min(round_index) FILTER (len(candidate_ids) > 0)
-                           OVER (PARTITION BY unit_id, attempt, sequence_id) AS first_drafted,
-                       batch_size
-                   FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
-                   WHERE rounds.target = $target AND kind = 'decoded' AND hardware = $hardware
-                       AND (temperature > 0) = $is_sampled
+            f"""WITH first AS (
+                   SELECT unit_id, attempt, sequence_id, min(round_index) AS first_drafted FROM rounds
+                   WHERE target = $target AND kind = 'decoded' AND len(candidate_ids) > 0 GROUP BY ALL
                )
-               SELECT budget, round_ms, undrafted_ms, context_length, sequence_key FROM timed
-               WHERE batch_size = $size AND is_drafted = (budget > 0) AND round_index IS DISTINCT FROM first_drafted
+               SELECT
+                   round(batch_rows / batch_size)::BIGINT - 1 AS budget,
+                   (draft_ns + build_ns + verify_ns + commit_ns) / batch_size / 1e6 AS round_ms,
+                   (verify_ns + commit_ns) / batch_size / 1e6 AS undrafted_ms,
+                   context_length::BIGINT AS context_length,
+                   hash(sequence_id)::UBIGINT AS sequence_key
+               FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
+                   LEFT JOIN first USING (unit_id, attempt, sequence_id)
+               WHERE rounds.target = $target AND kind = 'decoded' AND hardware = $hardware AND batch_size = $size
+                   AND (temperature > 0) = $is_sampled AND round_index IS DISTINCT FROM first_drafted
+                   AND (len(candidate_ids) > 0) = (round(batch_rows / batch_size) > 1)
                ORDER BY unit_id, sequence_id, round_index LIMIT {_MOST_TIMED}""",
             params={"target": target, "hardware": hardware, "size": batch_size, "is_sampled": is_sampled},
         ).to_arrow_table()
