@@ -780,7 +780,7 @@ def _parent_logits(done: _Round, num_candidates: int) -> list[tuple[Float32Array
     ]
     rows = [start + node for start, nodes in zip(done.verified.starts, parents, strict=True) for node in nodes]
     ids = np.concatenate([proposal.candidate_ids[slot, : len(nodes)] for slot, nodes in enumerate(parents)])
-    chosen = logits.index_select(0, torch.tensor(rows, device=logits.device)).float()
+    chosen = logits.index_select(0, torch.tensor(rows, dtype=torch.int64, device=logits.device)).float()
     gathered = chosen.gather(1, torch.from_numpy(ids.astype(np.int64)).to(logits.device)).cpu().numpy()
     logsumexp = chosen.logsumexp(dim=1).cpu().numpy()
     ends = np.cumsum([len(nodes) for nodes in parents])

@@ -156,6 +156,15 @@ def test_proposals_that_are_not_finite_are_not_used(
     assert all(record.conf > 0 for record in drafted)
 
 
+def test_a_round_without_any_finite_proposal_can_be_recorded(tiny_llama: Target, answers: list[list[int]]) -> None:
+    drafter = NanDrafter(tiny_llama, [PROMPTS[0] + answers[0]])
+    engine = Engine(tiny_llama, drafter, ddtree(6, 4), max_slots=1, record=True)
+    sequence_id = engine.add(PROMPTS[0], LONG)
+    events = run(engine)[sequence_id]
+    assert tokens_of(events) == answers[0]
+    assert all(event.round is not None and event.round.budget == 0 for event in events[1:])
+
+
 def test_sequences_beyond_the_drafters_positions_are_decoded_plainly(
     tiny_llama: Target, answers: list[list[int]], drafter: FakeDrafter
 ) -> None:
