@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from graft_dist.engine import Engine, SequenceEvent
+from graft_dist.engine import Engine, EngineError, SequenceEvent
 from graft_dist.errors import is_device_failure
 from graft_dist.policy import plain
 from serve import errors
@@ -33,6 +33,7 @@ from serve.active_policy import ActivePolicy, MethodSwitch
 from serve.observer import DecodeObserver, StepReport, Submission
 
 _IDLE_BEAT_S = 0.5  # an idle loop comes round at least so often, to show that it lives
+_LOOK_S = 1.0  # who waits for the thread looks so often whether it still lives
 _MAX_REST = 1024  # rounds without a draft after repeated failures, at most
 
 Result = TypeVar("Result")
@@ -101,21 +102,19 @@ class _Abort:
 
 
 @dataclass(frozen=True)
-class _Swap:
-    active: ActivePolicy
-    done: Future[None] = field(default_factory=Future)
-
-
-@dataclass(frozen=True)
 class _Call:
     work: Callable[[], Any]
     done: Future[Any] = field(default_factory=Future)
 
     def carry_out(self) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
         try:
-            self.done.set_result(self.work())
+            result = self.work()
         except Exception as error:
             self.done.set_exception(error)
+        else:
+            self.done.set_result(result)
 
 
 class DecodeThread:
@@ -143,7 +142,7 @@ class DecodeThread:
         self._stuck_after_s = stuck_after_s
         self._retry_after_s = retry_after_s
         self._observers = list(observers)
-        self._commands: queue.SimpleQueue[_Add | _Abort | _Swap | _Call | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Add | _Abort | _Call | None] = queue.SimpleQueue()
         self._streams: dict[str, tuple[RequestStream, int]] = {}  # of sequences in the engine; decode thread only
         self._methods: dict[str, str] = {}  # of sequences that asked for one; decode thread only
         self._recorded: set[str] = set()  # sequences whose rounds an observer wants; decode thread only
@@ -219,16 +218,24 @@ class DecodeThread:
         self._commands.put(_Abort(sequence_ids))
 
     async def swap(self, active: ActivePolicy) -> None:
-        """Decode with another policy from the next round on; returns when it does."""
-        command = _Swap(active)
-        self._commands.put(command)
-        await asyncio.wrap_future(command.done)
+        """Decode with another policy from the next round on; returns when it does. Raises as `call` does."""
+        await self.call(lambda: self._use(active))
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Run something on the decode thread, between two rounds: it has the models for itself meanwhile."""
+        """Run something on the decode thread, between two rounds: it has the models for itself meanwhile.
+
+        Raises what `work` raises, and RuntimeError when the thread is dead, or stuck before it comes to it.
+        """
         command = _Call(work)
         self._commands.put(command)
-        return await asyncio.wrap_future(command.done)
+        waiting: asyncio.Future[Result] = asyncio.wrap_future(command.done)
+        try:
+            while not (await asyncio.wait([waiting], timeout=_LOOK_S))[0]:
+                if self._failure is not None or not command.done.running():
+                    self.check()
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     def drain(self) -> None:
         """Refuse new requests from now on; those that run go on."""
@@ -254,7 +261,7 @@ class DecodeThread:
         if self._is_draining:
             raise errors.draining(self._retry_after_s)
         if self._failure is not None:
-            raise errors.internal("this replica has failed and is being replaced; try again")
+            raise errors.internal("this replica has failed and is being replaced; try again", self._retry_after_s)
         with self._count_lock:
             if self._num_sequences + count > self.limit:
                 raise errors.busy(self._num_sequences, self.limit, self._retry_after_s)
@@ -302,11 +309,8 @@ class DecodeThread:
             elif isinstance(command, _Abort):
                 for sequence_id in command.sequence_ids:
                     self._engine.abort(sequence_id)
-            elif isinstance(command, _Call):
-                command.carry_out()
             else:
-                self._use(command.active)
-                command.done.set_result(None)
+                command.carry_out()
 
     def _add(self, command: _Add) -> None:
         added: list[str] = []
@@ -315,16 +319,20 @@ class DecodeThread:
                 self._engine.add(submission.prompt_token_ids, submission.params, submission.sequence_id)
                 added.append(submission.sequence_id)
                 self._streams[submission.sequence_id] = (command.stream, index)
-        except ValueError as error:
+        except Exception as error:
+            if isinstance(error, EngineError) or is_device_failure(error):
+                command.stream.deliver([errors.internal()])
+                raise
             for sequence_id in added:
                 self._engine.abort(sequence_id)
                 self._streams.pop(sequence_id)
             self._count_off(len(command.submissions))
-            command.stream.deliver([errors.bad_request(str(error), None)])
+            if isinstance(error, ValueError):
+                command.stream.deliver([errors.bad_request(str(error), None)])
+            else:  # no memory for it, say: the others go on
+                logger.exception("a request could not be queued")
+                command.stream.deliver([errors.internal()])
             return
-        except Exception:
-            command.stream.deliver([errors.internal()])
-            raise
         for submission in command.submissions:
             if submission.method is not None:
                 self._methods[submission.sequence_id] = submission.method
@@ -406,7 +414,7 @@ class DecodeThread:
                 break
             if isinstance(command, _Add):
                 streams.add(command.stream)
-            elif isinstance(command, _Swap | _Call):
+            elif isinstance(command, _Call) and command.done.set_running_or_notify_cancel():
                 command.done.set_exception(RuntimeError("the decode thread has ended"))
         for stream in streams:
             stream.deliver([reason])

@@ -103,6 +103,8 @@ def timed_out(limit_s: float) -> ApiError:
     )
 
 
-def internal(message: str = "the server failed to decode this request") -> ApiError:
-    """500: our fault; details are in the server's log under the request's id."""
-    return ApiError(500, message, kind="server_error", code="internal_error", outcome="error")
+def internal(message: str = "the server failed to decode this request", retry_after_s: int | None = None) -> ApiError:
+    """500: our fault; details are in the server's log under the request's id. None: trying again is useless."""
+    return ApiError(
+        500, message, kind="server_error", code="internal_error", outcome="error", retry_after_s=retry_after_s
+    )

@@ -283,6 +283,22 @@ def test_prefill_fails(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPat
     bench.thread.check()
 
 
+def test_queueing_fails(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make()
+    add = bench.engine.add
+
+    def failing(prompt: Any, params: Any, sequence_id: str) -> str:
+        if sequence_id.startswith("fail"):
+            raise MemoryError("no room")
+        return add(prompt, params, sequence_id)
+
+    monkeypatch.setattr(bench.engine, "add", failing)
+    good, got = neighbours(bench)
+    assert good == GOOD and isinstance(got, ApiError) and got.status == 500
+    asyncio.run(empty(bench.thread))
+    bench.thread.check()
+
+
 def test_drafting_fails(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     bench = make()
     propose = bench.drafter.propose
@@ -424,6 +440,47 @@ def test_a_loop_that_does_not_come_round_is_stuck(make: Callable[..., Bench]) ->
                 bench.thread.check()
         release.set()
         await hanging
+
+    asyncio.run(run())
+
+
+def test_a_call_whose_caller_has_gone_is_not_carried_out(make: Callable[..., Bench]) -> None:
+    bench = make()
+    release = threading.Event()
+
+    async def run() -> str:
+        busy = asyncio.create_task(bench.thread.call(lambda: release.wait(30)))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(bench.thread.swap(ActivePolicy("late", None, None, plain())))
+        await asyncio.sleep(0)
+        late.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        release.set()
+        assert await busy
+        return await read(bench.submit())
+
+    assert asyncio.run(run()) == RECITAL
+    assert bench.thread.active.label == "ddtree"
+    bench.thread.check()
+
+
+def test_nobody_waits_for_a_dead_or_stuck_thread(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.decode_thread._LOOK_S", 0.05)
+    other = ActivePolicy("other", None, None, plain())
+    stuck, dead = make(stuck_after_s=1.0), make()
+    release = threading.Event()
+
+    async def run() -> None:
+        hanging = asyncio.create_task(stuck.thread.call(lambda: release.wait(30)))  # at work, so it is waited for
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="stuck"):
+            await stuck.thread.swap(other)
+        release.set()
+        assert await hanging
+        dead.thread.stop()
+        with pytest.raises(RuntimeError, match=r"failed|ended"):
+            await dead.thread.swap(other)
 
     asyncio.run(run())
 
