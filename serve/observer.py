@@ -70,7 +70,7 @@ class DecodeObserver(Protocol):
 
 
 class RequestObserver(Protocol):
-    """Watches requests; called on the replica's event loop, but for `traffic`."""
+    """Watches requests; called on the replica's event loop, but for `traffic`. Switched off by an exception as well."""
 
     def requested(self, report: RequestReport) -> None:
         """A request has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
+from pydantic import ValidationError
 
 from graft_dist.config import TargetConfig
 from serve.http_app import create_app
@@ -28,8 +29,13 @@ class Decoder:
         return create_app(self._service)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Put another policy in force; requests under way go on."""
-        await self._service.reconfigure(UserConfig.model_validate(user_config))
+        """Put another policy in force; requests under way go on. What cannot be read is refused: the old one stays."""
+        try:
+            wanted = UserConfig.model_validate(user_config)
+        except ValidationError as error:
+            await self._service.refuse_config(error)
+        else:
+            await self._service.reconfigure(wanted)
         self._service.follow_champion()
 
     def check_health(self) -> None:

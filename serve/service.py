@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -49,8 +49,9 @@ logger = logging.getLogger("ray.serve")
 class Refusal:
     """A policy that was asked for and is not in force."""
 
-    pin: PolicyPin
-    reason: str
+    name: str  # as people know it; "user_config" where that cannot be read
+    reason: str  # one line
+    version: int | None = None  # in the registry
 
 
 class Service:
@@ -134,8 +135,16 @@ class Service:
         return TrafficRecorder(settings, made_by, self.target.tokenizer_sha256, self._tell_traffic)
 
     def _tell_traffic(self, outcome: str, number: int) -> None:
-        for observer in self._request_observers:
-            observer.traffic(outcome, number)
+        self._tell("traffic", outcome, number)
+
+    def _tell(self, what: Literal["requested", "policy_changed", "traffic"], *report: Any) -> None:
+        for observer in list(self._request_observers):
+            try:
+                getattr(observer, what)(*report)
+            except Exception:
+                logger.exception("%s failed and is switched off", type(observer).__name__)
+                if observer in self._request_observers:
+                    self._request_observers.remove(observer)
 
     # ---- texts and tokens
 
@@ -186,17 +195,33 @@ class Service:
         return f"graft-{self.target.fingerprint[:8]}-{self.decode.active.label}{refused}"
 
     async def reconfigure(self, wanted: UserConfig) -> None:
-        """Put the pinned policy in force between two rounds. One that does not fit is refused: the old one stays."""
+        """Put the pinned policy in force between two rounds. One that does not fit is refused: the old one stays.
+
+        Raises only when nothing is in force yet and none can be made: Serve ends a replica whose `reconfigure` raises,
+        with all its requests.
+        """
+        pin = wanted.policy
         async with self._reconfiguring:
             try:
-                active = await self._load(wanted.policy)
-            except (GraftError, OSError, ValueError) as error:
-                assert wanted.policy is not None
-                await self._refuse(Refusal(wanted.policy, " ".join(str(error).split())))
+                active = await self._load(pin)
+            except Exception as error:
+                if pin is None and not self._has_policy:
+                    raise
+                if not isinstance(error, GraftError | OSError | ValueError):
+                    logger.exception("loading a policy failed")
+                version = None if pin is None or pin.registry is None else pin.registry.version
+                await self._refuse(Refusal("none" if pin is None else pin.describe(), _one_line(error), version))
                 return
             await self._put_in_force(active)
             self.refusal = None
         self._tell_policy()
+
+    async def refuse_config(self, error: ValueError) -> None:
+        """Refuse a user_config that cannot be read: the policy in force stays. Raises the error if there is none."""
+        if not self._has_policy:
+            raise error
+        async with self._reconfiguring:
+            await self._refuse(Refusal("user_config", _one_line(error)))
 
     def follow_champion(self) -> None:
         """Begin to poll the registry, where the arguments ask for it. On the event loop; a second call does nothing."""
@@ -217,8 +242,8 @@ class Service:
         except Exception as error:  # the registry is away, or answers nonsense
             logger.warning("the registry does not say who is champion: %s", " ".join(str(error).split()))
             return
-        refused = self.refusal.pin.registry if self.refusal is not None else None
-        if version is not None and version not in (self.decode.active.version, refused and refused.version):
+        refused = None if self.refusal is None else self.refusal.version
+        if version is not None and version not in (self.decode.active.version, refused):
             pin = PolicyPin(registry=RegistryPin(version=version, tracking_uri=tracking_uri))
             await self.reconfigure(UserConfig(policy=pin))
 
@@ -235,9 +260,7 @@ class Service:
         if not self._has_policy:
             await self._put_in_force(await self._load(None))
         self.refusal = refusal
-        logger.warning(
-            "policy %s is refused, %s stays: %s", refusal.pin.describe(), self.decode.active.label, refusal.reason
-        )
+        logger.warning("policy %s is refused, %s stays: %s", refusal.name, self.decode.active.label, refusal.reason)
         self._tell_policy()
 
     async def _put_in_force(self, active: ActivePolicy) -> None:
@@ -253,8 +276,7 @@ class Service:
         return self._probe
 
     def _tell_policy(self) -> None:
-        for observer in self._request_observers:
-            observer.policy_changed(self.decode.active.label, None if self.refusal is None else self.refusal.reason)
+        self._tell("policy_changed", self.decode.active.label, None if self.refusal is None else self.refusal.reason)
 
     # ---- requests and health
 
@@ -274,8 +296,7 @@ class Service:
             "policy": self.decode.active.label,
         }
         logger.info(json.dumps(line | (dict(texts) if self.args.log_prompts else {}), ensure_ascii=False))
-        for observer in self._request_observers:
-            observer.requested(report)
+        self._tell("requested", report)
 
     def health(self) -> dict[str, Any]:
         """What /healthz shows; `status` is "ok", "degraded" (drafting failed), "draining" or "failed"."""
@@ -292,7 +313,7 @@ class Service:
                 status, problem = "degraded", "drafting failed: decoding without a draft for a while"
         refused = None
         if self.refusal is not None:
-            refused = {"policy": self.refusal.pin.describe(), "reason": self.refusal.reason}
+            refused = {"policy": self.refusal.name, "reason": self.refusal.reason}
         return {
             "status": status,
             "problem": problem,
@@ -317,6 +338,10 @@ class Service:
 def new_seed() -> int:
     """A seed for a request that gives none."""
     return secrets.randbits(62)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _model_name(config: TargetConfig) -> str:

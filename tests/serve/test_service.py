@@ -18,6 +18,7 @@ from graft_dist.target import Target
 from serve import service as service_module
 from serve.cost_refiner import CostRefiner
 from serve.observer import StepReport
+from serve.replica import Decoder
 from serve.serve_args import PolicyPin, UserConfig
 from storage.registry import Registry
 from tests.graft_dist.policies import make_policy
@@ -113,6 +114,42 @@ def test_a_first_policy_that_does_not_fit_leaves_a_server_that_works(
     reconfigure(running, saved(reciting_target, tmp_path / "wrong", target_fingerprint="f" * 64))
     health = running.service.health()
     assert health["policy"]["label"] == "ddtree" and health["refused_policy"] is not None
+    ask(running)
+
+
+def test_whatever_goes_wrong_with_a_policy_the_old_one_decodes(
+    running: Running, reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = object.__new__(Decoder)
+    replica._service = running.service
+    unreadable = {"policy": {"fodler": "x"}}
+    with pytest.raises(ValueError, match="fodler"):  # nothing is in force yet: the application shall not start
+        asyncio.run(replica.reconfigure(unreadable))
+    good = saved(reciting_target, tmp_path / "good")
+    reconfigure(running, good)
+    label = running.service.decode.active.label
+
+    asyncio.run(replica.reconfigure(unreadable))
+    refused = running.service.health()["refused_policy"]
+    assert refused["policy"] == "user_config" and "fodler" in refused["reason"]
+
+    def failing(pin: PolicyPin) -> Any:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(running.service._source, "read", failing)
+    reconfigure(running, good)
+    assert running.service.health()["refused_policy"] == {"policy": good.folder, "reason": "out of memory"}
+    assert running.service.decode.active.label == label
+    ask(running)
+    del replica._service  # its end is not the service's
+
+
+def test_an_observer_of_requests_that_fails_harms_no_request(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(report: Any) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(running.reports, "requested", failing)
+    ask(running)
     ask(running)
 
 
