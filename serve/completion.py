@@ -65,12 +65,11 @@ class Completion:
             raise errors.bad_request(
                 f"method {request.graft.method!r} cannot be chosen here; allowed: {allowed}", "graft.method"
             )
-        self._prompts = await self._token_ids(request)
+        num_answers = request.n * (1 if isinstance(request, ChatRequest) else len(request.prompts))
         limit = self._service.decode.limit
-        if len(self._prompts) * request.n > limit:
-            raise errors.bad_request(
-                f"{len(self._prompts) * request.n} answers are asked for at once, this server takes {limit}", "n"
-            )
+        if num_answers > limit:  # before prompts are tokenized, which others wait for too
+            raise errors.bad_request(f"{num_answers} answers are asked for at once, this server takes {limit}", "n")
+        self._prompts = await self._token_ids(request)
         await self._make_answers(request)
         self._submit(request)
 
@@ -184,6 +183,10 @@ class Completion:
         except ApiError as error:
             self.close(error.outcome, error.status)
             yield _event(error.body())
+        except Exception:
+            logger.exception("%s: the stream failed", json.dumps(self.request_id))
+            self.close("error", 500)
+            yield _event(errors.internal().body())
 
     def _chunks(self, streamed: Streamed) -> list[str]:
         """What one engine event gives the client: text with its log-probabilities and rounds, then the end."""

@@ -11,13 +11,14 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from graft_dist import __version__
 from serve import errors
 from serve.answer import Endpoint
 from serve.api_keys import ApiKeys
-from serve.completion import Completion
+from serve.completion import CLIENT_LEFT, Completion
 from serve.errors import ApiError
 from serve.openai_api import ChatRequest, CompletionRequest, parse
 from serve.page import page_router
@@ -112,6 +113,9 @@ async def _complete(service: Service, keys: ApiKeys, request: Request, endpoint:
     except ApiError as error:
         completion.close(error.outcome, error.status)
         raise
+    except ClientDisconnect:  # before it had sent the whole body
+        completion.close()
+        return Response(status_code=CLIENT_LEFT)  # which nobody sees
     except Exception as error:
         logger.exception("%s: the request failed", json.dumps(completion.request_id))
         completion.close("error", 500)

@@ -297,6 +297,8 @@ def _refusal(detail: ErrorDetails) -> ApiError:
     """One of pydantic's error entries as a sentence about the field."""
     location = list(detail["loc"])
     param = _path(location)
+    if detail["type"] == "json_invalid":  # half a character, or nested too deeply
+        return bad_request(detail["msg"], None)
     if detail["type"] == "extra_forbidden":
         return bad_request(f"unknown field {param}", param, "unknown_parameter")
     if detail["type"] == "missing":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from serve.completion import Completion
 from tests.serve.conftest import MODEL, RECITAL, Running, recite
 
 LENGTH = len(RECITAL.encode())
@@ -315,6 +318,14 @@ def test_what_is_too_long_is_refused_with_both_numbers(
     assert all(number in error["message"] for number in [*numbers, str(tokens)])
 
 
+def test_too_many_prompts_are_refused_before_they_are_tokenized(
+    reciter: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reciter.service, "encode", None)
+    status, body, _ = post(reciter, "/v1/completions", CONTINUE | {"prompt": ["a"] * 9})
+    assert status == 400 and body["error"]["message"].startswith("9 answers are asked for at once")
+
+
 def test_an_answer_without_a_limit_ends_at_the_context(client: OpenAI, reciter: Running) -> None:
     answer = client.chat.completions.create(**ASK)
     assert answer.choices[0].finish_reason == "length" and answer.usage is not None
@@ -333,7 +344,8 @@ def test_another_model_and_unknown_paths(client: OpenAI, reciter: Running) -> No
 def test_a_body_that_is_no_json_or_too_large(serve_reciter: Callable[..., Running], reciter: Running) -> None:
     assert post(reciter, "/v1/chat/completions", b"{broken")[0] == 400
     assert post(reciter, "/v1/chat/completions", b"[1]")[0] == 400
-    assert post(reciter, "/v1/chat/completions", b'{"model": "\\ud800"}')[0] == 400
+    status, body, _ = post(reciter, "/v1/chat/completions", b'{"model": "\\ud800"}')
+    assert status == 400 and body["error"]["param"] is None and "JSON" in body["error"]["message"]
     assert post(reciter, "/v1/chat/completions", b"x" * 4_000_001)[0] == 413
 
 
@@ -359,6 +371,30 @@ def test_every_request_is_reported_once(client: OpenAI, reciter: Running) -> Non
     assert (done.request_id, done.endpoint, done.outcome, done.status) == ("mine-1", "chat", "ok", 200)
     assert done.num_output_tokens == 6 and done.first_token_s is not None and done.num_prompt_tokens > 0
     assert (refused.endpoint, refused.outcome, refused.status) == ("completions", "refused", 400)
+
+
+def test_a_stream_that_fails_says_so_and_counts_as_an_error(
+    client: OpenAI, reciter: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(completion: Completion, streamed: Any) -> list[str]:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(Completion, "_chunks", failing)
+    with pytest.raises(openai.APIError, match="failed to decode"):
+        streamed(client, max_tokens=6)
+    assert (reciter.reports.requests[-1].outcome, reciter.reports.requests[-1].status) == ("error", 500)
+
+
+def test_a_client_that_leaves_before_its_body_is_sent_is_no_error_of_ours(reciter: Running) -> None:
+    before = len(reciter.reports.requests)
+    host, port = reciter.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b'{"model"')
+    deadline = time.monotonic() + 30
+    while len(reciter.reports.requests) == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [report.outcome for report in reciter.reports.requests[before:]] == ["cancelled"]
 
 
 def test_the_log_has_a_line_of_json_per_request_and_no_texts(
