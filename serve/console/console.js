@@ -559,7 +559,8 @@ async function ask(text) {
   announce("Answering.");
   try {
     const answer = await (isRace ? race : single)(turn, conversation, controller.signal);
-    messages = [...conversation, { role: "assistant", content: answer }];
+    // Unless a new chat has begun meanwhile, which takes the turn off the page.
+    if (turn.isConnected) messages = [...conversation, { role: "assistant", content: answer }];
   } catch (error) {
     fail(turn, text, error);
   } finally {

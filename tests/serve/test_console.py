@@ -280,6 +280,21 @@ def test_stopping_frees_the_slot(open_page: Callable[..., Page], running: Runnin
     assert len(text_of(page, 1)) > 0
 
 
+def test_a_new_chat_forgets_the_answer_that_was_under_way(open_page: Callable[..., Page], gate: Gate) -> None:
+    page = open_page()
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    gate.hold_after(4)
+    ask(page, "First", max_tokens=200)
+    expect(page.locator(CHIP).first).to_be_visible()
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    gate.release()
+    ask(page, "Second", max_tokens=5)
+    wait_for_the_end(page)
+    assert bodies[-1]["messages"] == [{"role": "user", "content": "Second"}]
+
+
 def test_refusals_are_sentences(open_page: Callable[..., Page], running: Running, gate: Gate) -> None:
     page = open_page()
     problem = page.get_by_role("alert")
