@@ -32,13 +32,14 @@ from graft_dist.errors import GraftError
 from graft_dist.prompts import BadPrompt, Prompt
 from jobs.load_client import Ask, LoadClient, Outcome, Reply
 from jobs.out_file import to_json, write_aside
-from jobs.process_growth import Growth, ProcessSample, growths, sample_process
+from jobs.process_growth import MIN_SAMPLES, Growth, ProcessSample, growths, sample_process
 from jobs.serve_bench import Server, about_server, check_folder, find_model, start_folder, usable
 
 _MAX_TRIES = 60  # of a request that a full server sends away
 _SWAP_PATIENCE_S = 120.0
 _IDLE_LOOKS = 40  # half a second apart, for a server that nobody asks any more
 _SHOWN_PROBLEMS = 30  # all are in soak.json
+_JUDGED_FROM_S = 60.0  # a run of so long that could not look at its replicas often enough has shown nothing
 _STOPS = ((), (), ("\n\n",), (". ",), (",", ";"))
 
 
@@ -212,7 +213,8 @@ class _Soak:
             self.seconds = self._now()
             for task in (watch, swap):
                 task.cancel()
-            await asyncio.gather(watch, swap, return_exceptions=True)
+            ends = await asyncio.gather(watch, swap, return_exceptions=True)
+            self.problems += [f"the soak itself failed: {end!r}" for end in ends if isinstance(end, Exception)]
         await self._check_idle()
 
     async def _check_idle(self) -> None:
@@ -344,6 +346,11 @@ class _Soak:
             problems.append(f"replicas died: process {', '.join(map(str, gone))}")
         found = growths(self.samples)
         problems += [_growth_line(growth) for growth in found if growth.has_grown]
+        if not found and self.seconds >= _JUDGED_FROM_S:
+            problems.append(
+                f"memory and open files were not judged: {len(self.samples)} looks at replicas on this machine, "
+                f"{MIN_SAMPLES} of a process are needed after warming up"
+            )
         if not compared:
             problems.append("no answer was compared: the run was too short")
         return SoakReport(

@@ -173,6 +173,14 @@ def test_a_sequence_that_is_left_a_replica_that_dies_and_a_swap_that_fails_are_n
         assert sentence in str(report["problems"])
 
 
+def test_a_long_run_that_could_not_look_at_the_replicas_has_shown_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.soak._JUDGED_FROM_S", 0.0)
+    code, report = soak(Replica(), tmp_path, list, prompts=FEW)
+    assert code == 1 and "memory and open files were not judged: 0 looks" in report["problems"][0]
+
+
 def test_a_server_that_dies_under_load_is_reported(tmp_path: Path) -> None:
     replica = Replica()
     replica.fault = lambda number: setattr(replica, "is_dead", True) if number == 2 else None
