@@ -38,6 +38,7 @@ from jobs.serve_bench import Server, about_server, check_folder, find_model, sta
 _MAX_TRIES = 60  # of a request that a full server sends away
 _SWAP_PATIENCE_S = 120.0
 _IDLE_LOOKS = 40  # half a second apart, for a server that nobody asks any more
+_REPLICA_LOOKS = 8  # requests of one such look: each is answered by some replica
 _SHOWN_PROBLEMS = 30  # all are in soak.json
 _JUDGED_FROM_S = 60.0  # a run of so long that could not look at its replicas often enough has shown nothing
 _STOPS = ((), (), ("\n\n",), (". ",), (",", ";"))
@@ -219,16 +220,22 @@ class _Soak:
 
     async def _check_idle(self) -> None:
         """After the last answer, and the clients that left, no sequence may hold or wait for a slot."""
+        problem = ""
         for _ in range(_IDLE_LOOKS):
             try:
-                health = await self.client.get("/healthz") or {}
+                found = [await self.client.get("/healthz") for _ in range(_REPLICA_LOOKS)]
             except GraftError as error:
                 self.problems.append(f"in the end {error}")
                 return
-            if health.get("sequences", 0) == 0:
-                return
+            if None in found:
+                problem = "in the end the server is not healthy (/healthz)"
+            else:
+                most = max(health.get("sequences", 0) for health in found)
+                if most == 0:
+                    return
+                problem = f"the server still has {most} sequences although nobody asks anything"
             await asyncio.sleep(0.5)
-        self.problems.append(f"the server still has {health['sequences']} sequences although nobody asks anything")
+        self.problems.append(problem)
 
     def _now(self) -> float:
         return time.perf_counter() - self._start

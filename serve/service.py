@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 import random
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -240,7 +241,7 @@ class Service:
         try:
             version = await asyncio.to_thread(registered_champion, tracking_uri, self.config.slug)
         except Exception as error:  # the registry is away, or answers nonsense
-            logger.warning("the registry does not say who is champion: %s", " ".join(str(error).split()))
+            logger.warning("the registry does not say who is champion: %s", _one_line(error))
             return
         refused = None if self.refusal is None else self.refusal.version
         if version is not None and version not in (self.decode.active.version, refused):
@@ -341,7 +342,9 @@ def new_seed() -> int:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """For people and for /healthz, which asks for no key: without the password that an address may hold."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.sub(r"://[^/\s]*@", "://", text)
 
 
 def _model_name(config: TargetConfig) -> str:

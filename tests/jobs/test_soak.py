@@ -34,7 +34,7 @@ class Replica:
         self.fault, self.text = fault, text
         self.version = 0
         self.num_stuck = 0
-        self.is_dead = False
+        self.is_dead = self.is_ill = False
         self.counts: Counter[str] = Counter()
         self._numbers = itertools.count()
 
@@ -48,7 +48,8 @@ class Replica:
             "/healthz": {"sequences": self.num_stuck},
         }
         if path in fixed:
-            writer.write(json_answer(fixed[path]))
+            status = "503 Failed" if path == "/healthz" and self.is_ill else "200 OK"
+            writer.write(json_answer(fixed[path], status))
             return
         number = next(self._numbers)
         fault = self.fault(number)
@@ -179,6 +180,14 @@ def test_a_long_run_that_could_not_look_at_the_replicas_has_shown_nothing(
     monkeypatch.setattr("jobs.soak._JUDGED_FROM_S", 0.0)
     code, report = soak(Replica(), tmp_path, list, prompts=FEW)
     assert code == 1 and "memory and open files were not judged: 0 looks" in report["problems"][0]
+
+
+def test_a_server_that_is_ill_in_the_end_is_not_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.soak._IDLE_LOOKS", 1)
+    replica = Replica()
+    replica.is_ill = True
+    code, report = soak(replica, tmp_path, prompts=FEW)
+    assert code == 1 and report["problems"] == ["in the end the server is not healthy (/healthz)"]
 
 
 def test_a_server_that_dies_under_load_is_reported(tmp_path: Path) -> None:

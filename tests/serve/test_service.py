@@ -134,11 +134,12 @@ def test_whatever_goes_wrong_with_a_policy_the_old_one_decodes(
     assert refused["policy"] == "user_config" and "fodler" in refused["reason"]
 
     def failing(pin: PolicyPin) -> Any:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("no answer from http://me:secret@registry:5000 in time")
 
     monkeypatch.setattr(running.service._source, "read", failing)
     reconfigure(running, good)
-    assert running.service.health()["refused_policy"] == {"policy": good.folder, "reason": "out of memory"}
+    reason = "no answer from http://registry:5000 in time"
+    assert running.service.health()["refused_policy"] == {"policy": good.folder, "reason": reason}
     assert running.service.decode.active.label == label
     ask(running)
     del replica._service  # its end is not the service's
