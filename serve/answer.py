@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 from graft_dist.engine import SequenceEvent
@@ -15,6 +15,8 @@ from graft_dist.rounds import RoundTrace
 from graft_dist.sampling import TokenLogprob
 
 Endpoint = Literal["chat", "completions"]
+
+_KEPT_TOKENS = 16_384  # tokens whose text is remembered
 
 
 @dataclass
@@ -154,29 +156,37 @@ class Answer:
 
 
 class TokenTexts:
-    """Text and bytes of single tokens, for log-probabilities."""
+    """Text and bytes of single tokens, for log-probabilities.
+
+    An answer with twenty alternatives per token asks for tens of thousands of them, on the event loop: the last ones
+    are kept.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._bytes_of = _byte_alphabet()
+        self._described = lru_cache(_KEPT_TOKENS)(self._describe)
 
     def text(self, token_id: int) -> str:
         """The token's text; an incomplete character shows as U+FFFD."""
-        return str(self._tokenizer.decode([token_id]))
+        return str(self._described(token_id)["token"])
 
-    def bytes(self, token_id: int) -> list[int]:
+    def described(self, token_id: int) -> dict[str, Any]:
+        """`token` and `bytes`, as chat log-probabilities name a token. Shared: not to be changed."""
+        return self._described(token_id)
+
+    def _describe(self, token_id: int) -> dict[str, Any]:
+        text = str(self._tokenizer.decode([token_id]))
+        return {"token": text, "bytes": self._bytes(token_id, text)}
+
+    def _bytes(self, token_id: int, text: str) -> list[int]:
         """The token's bytes in UTF-8, also where it holds a part of a character only."""
-        name = self._tokenizer.convert_ids_to_tokens(token_id)
+        name = self._tokenizer.convert_ids_to_tokens(token_id) or ""  # a model may have more ids than its tokenizer
         if name.startswith("<0x") and name.endswith(">") and len(name) == 6:  # byte fallback of SentencePiece
             return [int(name[3:5], 16)]
-        text = self.text(token_id)
         if "\N{REPLACEMENT CHARACTER}" in text and all(letter in self._bytes_of for letter in name):
             return [self._bytes_of[letter] for letter in name]
         return list(text.encode())
-
-    def described(self, token_id: int) -> dict[str, Any]:
-        """`token` and `bytes`, as chat log-probabilities name a token."""
-        return {"token": self.text(token_id), "bytes": self.bytes(token_id)}
 
 
 @cache
