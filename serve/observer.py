@@ -27,6 +27,7 @@ class Submission:
     prompt_token_ids: Sequence[int]
     params: SamplingParams  # with its seed: drawn by the server where the request gave none
     method: str | None  # the method the request asked for; None: the application's policy
+    index: int = 0  # among its request's sequences, which are added one after the other
 
 
 @dataclass(frozen=True)

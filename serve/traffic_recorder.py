@@ -163,7 +163,7 @@ class TrafficRecorder:
         self._num_units = 0
         self._is_failing = False
         self._live: dict[str, RecordedSequence] = {}  # decode thread only
-        self._last_request, self._is_wanted = "", False  # decode thread only
+        self._is_wanted = False  # the request whose sequences are being added; decode thread only
         self._queue: queue.SimpleQueue[RecordedSequence | None] = queue.SimpleQueue()  # None: write what there is
         self._lock = threading.Lock()  # of the counters; never held during input or output
         self._offered = self._recorded = self._pending = self._pending_bytes = 0
@@ -176,8 +176,7 @@ class TrafficRecorder:
 
     def added(self, submission: Submission) -> bool:
         """Choose whether the request is one of the share; all its sequences are, or none."""
-        if submission.request_id != self._last_request:
-            self._last_request = submission.request_id
+        if submission.index == 0:  # not by its id: a client may give all its requests the same
             self._is_wanted = self._draw() < self.settings.share
         if self._is_wanted:
             self._live[submission.sequence_id] = RecordedSequence(submission)

@@ -207,7 +207,8 @@ def test_the_share_is_of_requests_with_all_their_sequences() -> None:
     draws = iter([0.0, 0.25, 0.24])
     settings = TrafficRecording(store="unused", share=0.25)
     recorder = TrafficRecorder(settings, PROVENANCE, "k", draw=lambda: next(draws))
-    wanted = [recorder.added(submission(f"{request}-{n}", request)) for request in ("r1", "r2", "r3") for n in (0, 1)]
+    names = ("r1", "r2", "r3")
+    wanted = [recorder.added(replace(submission(f"{name}-{n}", "same id"), index=n)) for name in names for n in (0, 1)]
     assert wanted == [True, True, False, False, True, True]
     recorder.stepped(report(SequenceEvent("r2-0", [], "", None, "stop", summary=SUMMARY)))
     recorder.close()
