@@ -69,6 +69,7 @@ class Completion:
         limit = self._service.decode.limit
         if num_answers > limit:  # before prompts are tokenized, which others wait for too
             raise errors.bad_request(f"{num_answers} answers are asked for at once, this server takes {limit}", "n")
+        self._service.decode.refuse_new(num_answers)
         self._prompts = await self._token_ids(request)
         await self._make_answers(request)
         self._submit(request)
@@ -114,8 +115,9 @@ class Completion:
                     self._room(prompt), hash_counters(seed, choice) if choice else seed, request.num_logprobs
                 ),
                 method=request.graft.method,
+                index=number * request.n + choice,
             )
-            for prompt in self._prompts
+            for number, prompt in enumerate(self._prompts)
             for choice in range(request.n)
         ]
         self._stream = self._service.decode.submit(submissions)

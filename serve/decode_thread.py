@@ -206,7 +206,9 @@ class DecodeThread:
 
         A sequence that the engine refuses (too long, ids outside the vocabulary) shows as an `ApiError` in the stream.
         """
-        self._refuse_new(len(submissions))
+        with self._count_lock:
+            self.refuse_new(len(submissions))
+            self._num_sequences += len(submissions)
         stream = RequestStream(self, [submission.sequence_id for submission in submissions])
         self._commands.put(_Add(submissions, stream))
         if self._failure is not None:  # since it was asked above: nobody may be there to read the command
@@ -257,15 +259,14 @@ class DecodeThread:
         self._commands.put(None)
         self._thread.join(timeout_s)
 
-    def _refuse_new(self, count: int) -> None:
+    def refuse_new(self, count: int) -> None:
+        """Raise the `ApiError` that `submit` would for so many sequences: to be asked before they are worked on."""
         if self._is_draining:
             raise errors.draining(self._retry_after_s)
         if self._failure is not None:
             raise errors.internal("this replica has failed and is being replaced; try again", self._retry_after_s)
-        with self._count_lock:
-            if self._num_sequences + count > self.limit:
-                raise errors.busy(self._num_sequences, self.limit, self._retry_after_s)
-            self._num_sequences += count
+        if self._num_sequences + count > self.limit:
+            raise errors.busy(self._num_sequences, self.limit, self._retry_after_s)
 
     # ---- on the decode thread
 

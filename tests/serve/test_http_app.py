@@ -326,6 +326,13 @@ def test_too_many_prompts_are_refused_before_they_are_tokenized(
     assert status == 400 and body["error"]["message"].startswith("9 answers are asked for at once")
 
 
+def test_a_full_server_refuses_before_it_tokenizes(reciter: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reciter.service, "encode", None)
+    monkeypatch.setattr(reciter.service.decode, "_num_sequences", 8)
+    status, body, headers = post(reciter, "/v1/completions", CONTINUE)
+    assert (status, body["error"]["code"], headers["retry-after"]) == (429, "server_busy", "1")
+
+
 def test_an_answer_without_a_limit_ends_at_the_context(client: OpenAI, reciter: Running) -> None:
     answer = client.chat.completions.create(**ASK)
     assert answer.choices[0].finish_reason == "length" and answer.usage is not None
