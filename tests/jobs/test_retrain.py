@@ -36,6 +36,7 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
+    ray.shutdown()  # this process may still be in a cluster that another module's tests joined
     # Ray gives its workers the lowest priority; on a busy machine loading would take minutes.
     with RayHead(num_cpus=2, environment={"RAY_worker_niceness": "0"}) as running:
         yield running
