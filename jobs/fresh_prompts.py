@@ -8,6 +8,7 @@ from pathlib import Path
 
 from graft_dist.prompt_source import PromptSource
 from graft_dist.prompts import Prompt, is_held_out, prompt_hash
+from jobs.out_file import write_aside
 from jobs.prompt_reader import FileSystem, read_sources
 
 
@@ -33,9 +34,7 @@ def choose_fresh(
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
     """Write a prompt file, aside and then in one step."""
     lines = [json.dumps({"id": prompt.id, "task": prompt.task, "turns": list(prompt.turns)}) for prompt in prompts]
-    aside = path.with_name(path.name + ".writing")
-    aside.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-    aside.replace(path)
+    write_aside(path, "".join(line + "\n" for line in lines))
 
 
 def count_unlearned(runs: Path) -> int:

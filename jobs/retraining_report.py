@@ -8,6 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from jobs.out_file import write_aside
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1c2430; }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
@@ -43,9 +45,7 @@ def write_report(path: Path, slug: str, version: int, line: str, results: Mappin
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(slug)} v{version}</title><style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
     )
-    aside = path.with_name(path.name + ".writing")
-    aside.write_text(page, encoding="utf-8")
-    aside.replace(path)
+    write_aside(path, page)
     return path
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graft_dist.errors import GraftError
+from jobs.out_file import write_aside
 
 Results = Mapping[str, Any]
 """What the steps so far have found, by their names."""
@@ -94,6 +95,4 @@ def _read(path: Path, name: str) -> dict[str, Any] | None:
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:
-    aside = path.with_name(path.name + ".writing")
-    aside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    aside.replace(path)
+    write_aside(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
