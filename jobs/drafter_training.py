@@ -14,12 +14,11 @@ import torch
 from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_target
 from graft_dist.drafter import DrafterConfig
-from graft_dist.errors import ConfigError, DrafterError, GraftError, PromptError
+from graft_dist.errors import ConfigError, DrafterError, PromptError
 from graft_dist.learning.drafter import LANES, Answer, DrafterScore, DrafterTrainer, DrafterTraining
 from graft_dist.prompts import Prompt, is_held_out, read_prompts, render
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target, check_taps, read_architecture, read_tokenizer
-from jobs.cluster import connect
 from jobs.collection import CollectRequest
 from jobs.collection import run as collect
 from jobs.decode_spec import DecodeSpec
@@ -230,13 +229,13 @@ def train(request: DrafterRequest, training: Sequence[Answer], held_out: Sequenc
     plan = {"request": request, "training": list(training), "held_out": list(held_out)}
     if request.num_workers == 1:
         return train_on_worker(plan)
-    import ray
-    from ray.train import RunConfig, ScalingConfig, WorkerGroupError
+    from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    cluster = connect(request.address)
-    say(cluster.message)
-    try:
+    from jobs.ray_training import training_cluster
+
+    with training_cluster(request.address) as cluster:
+        say(cluster.message)
         result = TorchTrainer(
             _train_with_result,  # type: ignore[arg-type]  # may return a value: `Result.return_value`
             train_loop_config=plan,
@@ -248,15 +247,6 @@ def train(request: DrafterRequest, training: Sequence[Answer], held_out: Sequenc
             # A name of its own: Ray Train resumes runs by name, and this run resumes from its own folder.
             run_config=RunConfig(name=f"drafter-{time.time_ns()}", storage_path=str(request.out.absolute() / "ray")),
         ).fit()
-    except WorkerGroupError as error:
-        # What a worker refuses is for the user to mend; the other workers' failures only follow from it.
-        refusal = next((one for one in error.worker_failures.values() if isinstance(one, GraftError)), None)
-        if refusal is None:
-            raise
-        raise refusal from error
-    finally:
-        if cluster.is_local:
-            ray.shutdown()
     score = result.return_value  # type: ignore[attr-defined]
     if score is None:
         return None

@@ -20,14 +20,13 @@ import numpy as np
 import torch
 
 from graft_dist.edge_scorer import TdesConfig, TdesNetwork
-from graft_dist.errors import ConfigError, GraftError
+from graft_dist.errors import ConfigError
 from graft_dist.learning.drafter import worker
 from graft_dist.learning.lesson_file import INDEX_NAME, LessonWriter, empty_lessons, open_share
 from graft_dist.learning.scorer_checkpoint import ScorerCheckpoint
 from graft_dist.learning.tdes import Evaluation, Share, TdesTrainer, TdesTraining, lessons_of
 from graft_dist.rounds import RoundRecord
 from graft_dist.target import read_embeddings
-from jobs.cluster import connect as connect_ray
 from jobs.cluster import wait_until_fits
 from storage import connect
 from storage.learning_rounds import RecordedSequence, RoundShape, round_records
@@ -99,13 +98,13 @@ def fit_scorer(plan: ScorerPlan, placement: Placement) -> tuple[TdesNetwork, tup
 
 
 def _train_on_ray(plan: ScorerPlan, placement: Placement) -> None:
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    cluster = connect_ray(placement.address)
-    say(cluster.message)
-    try:
+    from jobs.ray_training import training_cluster
+
+    with training_cluster(placement.address) as cluster:
+        say(cluster.message)
         num_gpus = 1.0 if plan.uses_gpu else 0.0
         size = (placement.num_workers, plan.threads, num_gpus)
         wait_until_fits(cluster, *size, wait_s=placement.wait_for_nodes_s, say=say, who="workers")
@@ -126,15 +125,6 @@ def _train_on_ray(plan: ScorerPlan, placement: Placement) -> None:
                 failure_config=FailureConfig(max_failures=placement.max_failures),
             ),
         ).fit()
-    except WorkerGroupError as error:
-        # What a worker refuses is for the user to mend; the other workers' failures only follow from it.
-        refusal = next((one for one in error.worker_failures.values() if isinstance(one, GraftError)), None)
-        if refusal is None:
-            raise
-        raise refusal from error
-    finally:
-        if cluster.is_local:
-            ray.shutdown()
 
 
 def train_on_worker(plan: ScorerPlan) -> None:
