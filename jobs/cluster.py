@@ -59,6 +59,18 @@ def connect(address: str | None) -> Cluster:
     return Cluster(True, message, resources)
 
 
+@contextmanager
+def connected(address: str | None) -> Iterator[Cluster]:
+    """`connect` for a block. Afterwards this process is in a cluster if it was in one before, and else in none."""
+    was_connected = ray.is_initialized()
+    cluster = connect(address)
+    try:
+        yield cluster
+    finally:
+        if not was_connected:
+            ray.shutdown()
+
+
 def _start_local() -> None:
     # Left to itself a local cluster writes a token file to the home directory, which then switches authentication on
     # for every later `ray start` of this user. This one listens on the loopback interface and ends with the job.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from types import FrameType
 
-import ray
-
 from graft_dist.errors import PromptError
 from graft_dist.prompts import BadPrompt, Prompt, read_prompts
-from jobs.cluster import connect, job_id, wait_until_fits
+from jobs.cluster import connected, job_id, wait_until_fits
 from jobs.collect_actor import ActorPlan, ModelInfo
 from jobs.decode_spec import DecodeSpec
 from jobs.driver import CommitLog, Driver, DriverSettings, Ending, RunResult
@@ -48,31 +47,25 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
     """Collect, and return the exit code: see `Ending`. `failpoint` is for tests that kill the process at named points.
 
     Raises a `GraftError` when the run cannot start: nothing was decoded then. Afterwards SIGINT and SIGTERM do what
-    they did before.
+    they did before, and this process is in a Ray cluster only if it was in one before.
 
     """
     prompts = _read(request)
     store = None if request.store is None else TrajectoryStore(request.store)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    cluster = connect(request.address)
-    pool = None
     try:
-        say(cluster.message + (f", as job {job_id()}" if job_id() else ""))
-        stop = StopSignal()  # after ray.init, which sets a handler of its own
-        size = (request.pool.num_actors, request.pool.num_cpus, request.pool.num_gpus)
-        wait_until_fits(cluster, *size, wait_s=request.wait_for_nodes_s, say=say)
-        if store is not None:
-            store.prepare()  # a store that cannot be made is said before the models take their time to load
-        pool = RayPool(_actor_plan(request, store), request.pool)
-        models = pool.start()[0].models
-        say(f"{pool.num_workers} actors ready, each with {request.num_slots} slots and {_models_line(models)}")
-        result = _work(request, prompts, store, pool, models, stop, failpoint)
-        return _conclude(result, store)
+        with connected(request.address) as cluster:
+            say(cluster.message + (f", as job {job_id()}" if job_id() else ""))
+            stop = StopSignal()  # after ray.init, which sets a handler of its own
+            size = (request.pool.num_actors, request.pool.num_cpus, request.pool.num_gpus)
+            wait_until_fits(cluster, *size, wait_s=request.wait_for_nodes_s, say=say)
+            if store is not None:
+                store.prepare()  # a store that cannot be made is said before the models take their time to load
+            with closing(RayPool(_actor_plan(request, store), request.pool)) as pool:
+                models = pool.start()[0].models
+                say(f"{pool.num_workers} actors ready, each with {request.num_slots} slots and {_models_line(models)}")
+                return _conclude(_work(request, prompts, store, pool, models, stop, failpoint), store)
     finally:
-        if pool is not None:
-            pool.close()
-        if cluster.is_local:
-            ray.shutdown()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

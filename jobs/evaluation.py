@@ -20,10 +20,10 @@ from graft_dist.policy import GraftPolicy
 from graft_dist.retraining import Retraining
 from graft_dist.target import read_embeddings
 from graft_dist.trial import Arm, Trial, run_trial
-from jobs.cluster import connect
+from jobs.cluster import connected
 from jobs.gate import Evidence, Side, compare
 from jobs.learning_data import LearningData, decoded_rounds, open_snapshot, read_learning_data
-from jobs.live_trial import LivePlan, LiveTrial, Turns, run_live
+from jobs.live_trial import Audit, LivePlan, LiveTrial, Turns, run_live
 
 Version = tuple[int, Path]
 """A registered version's number and its policy's folder."""
@@ -62,13 +62,13 @@ class Evaluator:
         is_foreign = champion is not None and theirs is None
         note = f"champion v{champion[0]} was trained for other models" if champion is not None and is_foreign else ""
         replayed = self._replay(data, theirs, f"v{champion[0]}" if champion else "", ours, f"v{challenger[0]}")
-        live = self._live(data, champion if theirs is not None else None, challenger)
+        live, audit = self._live(data, champion if theirs is not None else None, challenger)
         return {
             "replay": asdict(replayed),
-            "live": None if live is None else asdict(live[0]),
-            "num_audited": 0 if live is None else live[1].num_audited,
-            "num_bugs": 0 if live is None else live[1].num_bugs,
-            "differences": [] if live is None else live[1].differences,
+            "live": None if live is None else asdict(live),
+            "num_audited": 0 if audit is None else audit.num_audited,
+            "num_bugs": 0 if audit is None else audit.num_bugs,
+            "differences": [] if audit is None else audit.differences,
             "note": note,
         }
 
@@ -103,39 +103,40 @@ class Evaluator:
 
     def _live(
         self, data: LearningData, champion: Version | None, challenger: Version
-    ) -> tuple[Evidence, LiveTrial] | None:
-        """Run the live trial where the models fit: as a task with an actor's resources."""
-        requests = _test_requests(data, self.settings.num_live_prompts)
+    ) -> tuple[Evidence | None, Audit | None]:
+        """Run the live trial and the audit where the models fit: as a task with an actor's resources."""
+        settings = self.settings
+        requests = _test_requests(data, max(settings.num_live_prompts, settings.num_audit_prompts))
         if not requests:
-            return None
+            return None, None
         resources = self.config.resources
         plan = LivePlan(
             config=self.config,
             requests=requests,
-            num_audited=self.settings.num_audit_prompts,
-            max_new_tokens=self.settings.max_new_tokens,
+            num_turns=settings.num_live_prompts,
+            num_audited=settings.num_audit_prompts,
+            max_new_tokens=settings.max_new_tokens,
             challenger=str(challenger[1]),
             champion=None if champion is None else str(champion[1]),
             ddtree_budget=self.config.budget,
             num_threads=self.config.threads or max(1, int(resources.num_cpus)),
         )
-        cluster = connect(self.address)
         try:
-            task = ray.remote(num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, max_retries=1)(run_live)
-            found: LiveTrial = ray.get(task.remote(plan))
+            with connected(self.address):
+                task = ray.remote(num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, max_retries=1)(run_live)
+                found: LiveTrial = ray.get(task.remote(plan))
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, GraftError):  # its own sentence, without Ray's copy of the traceback
                 raise error.cause from error
             raise
-        finally:
-            if cluster.is_local:
-                ray.shutdown()
+        if found.turns is None:
+            return None, found.audit
         rival = f"ddtree {self.config.budget}" if champion is None else f"champion v{champion[0]}"
         sides = (
             (name, _totals(turns), turns.mat, None)
-            for name, turns in ((rival, found.champion), (f"challenger v{challenger[0]}", found.challenger))
+            for name, turns in zip((rival, f"challenger v{challenger[0]}"), found.turns, strict=True)
         )
-        return compare("live", *sides), found
+        return compare("live", *sides), found.audit
 
 
 def _has_gate(policy: GraftPolicy | None) -> bool:

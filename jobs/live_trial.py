@@ -27,7 +27,8 @@ class LivePlan:
 
     config: TargetConfig
     requests: tuple[Request, ...]
-    num_audited: int  # of the requests, the first ones
+    num_turns: int  # of the requests, the first ones: answered by both; 0 leaves the comparison out
+    num_audited: int  # of the requests, the first ones: answered by the challenger and audited; 0 leaves the audit out
     max_new_tokens: int
     challenger: str
     champion: str | None  # None: DDTree at `ddtree_budget`
@@ -46,18 +47,24 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class LiveTrial:
-    """What came out, on which hardware it does not say: both policies had the same."""
+class Audit:
+    """The challenger's answers against transformers' own."""
 
-    champion: Turns
-    challenger: Turns
     num_audited: int
     num_bugs: int  # audited answers that are not the target's own, or failed
     differences: list[str]  # a line for each difference from transformers' own answer, ties included
 
 
+@dataclass(frozen=True)
+class LiveTrial:
+    """What came out, on which hardware it does not say: both policies had the same."""
+
+    turns: tuple[Turns, Turns] | None  # the champion's and the challenger's
+    audit: Audit | None
+
+
 def run_live(plan: LivePlan) -> LiveTrial:
-    """Decode greedily, one prompt at a time, the two policies in alternating order; then audit.
+    """Decode greedily, one prompt at a time, the two policies in alternating order; audit the challenger's answers.
 
     Raises:
         GraftError: a model, a policy or a prompt cannot be used; one sentence.
@@ -74,26 +81,28 @@ def run_live(plan: LivePlan) -> LiveTrial:
         engine.policy = policies[name]
         return next(answer_all(engine, [request], params))
 
-    for name in policies:
-        answer(name, plan.requests[0])  # compiles and grows caches; not counted
+    both = plan.requests[: plan.num_turns]
+    for name in policies if both else ():
+        answer(name, both[0])  # compiles and grows caches; not counted
     answers: dict[str, list[Answer]] = {name: [] for name in policies}
-    for turn, request in enumerate(plan.requests):
+    for turn, request in enumerate(both):
         for name in ("champion", "challenger") if turn % 2 == 0 else ("challenger", "champion"):
             answers[name].append(answer(name, request))
+    turns = (_turns(answers["champion"]), _turns(answers["challenger"])) if both else None
+    audited = answers["challenger"][: plan.num_audited]
+    audited += [answer("challenger", request) for request in plan.requests[len(both) : plan.num_audited]]
+    if not audited:
+        return LiveTrial(turns, None)
     reference = Reference.load(plan.config, target, params)
     limits = {
         request.prompt_id: min(params.max_new_tokens, engine.max_length - len(request.token_ids))
         for request in plan.requests
     }
-    audited = answers["challenger"][: plan.num_audited]
     report = audit_answers("challenger", audited, reference, limits, TieRule(target.dtype), {}, drafts=False)
-    return LiveTrial(
-        _turns(answers["champion"]),
-        _turns(answers["challenger"]),
-        len(audited),
-        report.num_bugs + len(report.errors),
-        [f"{one.prompt_id} at token {one.position}: {one.kind}, margin {one.margin:.3g}" for one in report.differences],
-    )
+    lines = [
+        f"{one.prompt_id} at token {one.position}: {one.kind}, margin {one.margin:.3g}" for one in report.differences
+    ]
+    return LiveTrial(turns, Audit(len(audited), report.num_bugs + len(report.errors), lines))
 
 
 def _max_budget(plan: LivePlan) -> int:
