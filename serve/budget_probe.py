@@ -8,28 +8,27 @@ of an application that pins none.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from graft_dist.budget import AcceptanceGain, PiecewiseCalibration, UtilityBudget
 from graft_dist.config import TargetConfig
-from graft_dist.cost_curve import CostCurve, Timing, fit_cost_curve, monotone_fit
+from graft_dist.cost_curve import CostCurve, monotone_fit
+from graft_dist.cost_probe import cost_of, probe_rounds
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.edge_scorer import MarginalScorer
-from graft_dist.engine import Engine
 from graft_dist.generate import to_request
-from graft_dist.policy import DecodingPolicy, ddtree, exploring
+from graft_dist.hardware import describe_hardware
+from graft_dist.policy import DecodingPolicy, ddtree
 from graft_dist.prompts import read_prompts, starter_prompts_path
 from graft_dist.rounds import RoundRecord
-from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 
-_ENOUGH_ROUNDS = 10  # rounds of each budget after which the probe ends
-_MIN_ROUNDS = 3  # rounds of a budget whose median counts
-_MAX_PROBE_S = 30.0  # the probe's end however slow the machine; the first rounds, which compile, come on top
-_TOKENS_PER_PROMPT = 32
+_SMALL_BUDGETS = (1, 4)  # besides the configuration's: a full batch has few nodes to spend on each sequence
+_NUM_ROUNDS = 10  # of each budget
+_LIMIT_S = 30.0  # the probe's end on a machine that is too slow for so many
+_NUM_PROMPTS = 8
 _NUM_POINTS = 24  # points of the calibration
 
 
@@ -37,22 +36,29 @@ _NUM_POINTS = 24  # points of the calibration
 class Probe:
     """What was measured."""
 
-    cost: CostCurve | None  # None: too few rounds to say
+    cost: CostCurve | None  # None: the drafter gives trees of one size only
     calibration: PiecewiseCalibration | None
     num_rounds: int
     seconds: float
 
 
 def probe(target: Target, drafter: DFlashDrafter, config: TargetConfig) -> Probe:
-    """Decode starter prompts with budgets drawn at random, on an engine of its own. Takes a few seconds."""
+    """Decode starter prompts at the configuration's budgets and small ones. Takes a few seconds."""
     started = time.monotonic()
-    policy = exploring((0, *config.budgets), seed=0, num_candidates=config.num_candidates)
-    room = target.max_position_embeddings
-    engine = Engine(target, drafter, policy, max_slots=1, max_length=min(config.max_length, room), record=True)
-    records = _records(engine, config)
-    where = "measured at start"
-    timings = [timing for timing in _timings(records) if timing.num_rounds >= _MIN_ROUNDS]
-    return Probe(fit_cost_curve(timings, where), _calibration(records), len(records), time.monotonic() - started)
+    assert target.tokenizer is not None
+    prompts = read_prompts(starter_prompts_path())[:_NUM_PROMPTS]
+    records = probe_rounds(
+        target,
+        drafter,
+        [to_request(prompt, target.tokenizer, config).token_ids for prompt in prompts],
+        budgets=(*_SMALL_BUDGETS, *config.budgets),
+        num_candidates=config.num_candidates,
+        num_rounds=_NUM_ROUNDS,
+        limit_s=_LIMIT_S,
+        max_length=min(config.max_length, target.max_position_embeddings),
+    )
+    cost = cost_of(records, describe_hardware(target.dtype_name, target.device))
+    return Probe(cost, _calibration(records), len(records), time.monotonic() - started)
 
 
 def measured_policy(found: Probe, config: TargetConfig) -> DecodingPolicy:
@@ -61,39 +67,6 @@ def measured_policy(found: Probe, config: TargetConfig) -> DecodingPolicy:
         return ddtree(config.budget, config.num_candidates)
     budget = UtilityBudget(AcceptanceGain(found.calibration), found.cost, max(config.budgets))
     return DecodingPolicy("ddtree", MarginalScorer(), budget, config.num_candidates)
-
-
-def _records(engine: Engine, config: TargetConfig) -> list[RoundRecord]:
-    """Rounds of the starter prompts until there are enough; those of the first prompt only warm up."""
-    assert engine.target.tokenizer is not None
-    records: list[RoundRecord] = []
-    missing = dict.fromkeys((0, *config.budgets), _ENOUGH_ROUNDS)
-    deadline = float("inf")
-    for number, prompt in enumerate(read_prompts(starter_prompts_path())):
-        token_ids = to_request(prompt, engine.target.tokenizer, config).token_ids[: engine.max_length // 2]
-        params = SamplingParams(max_new_tokens=min(_TOKENS_PER_PROMPT, engine.max_length // 2 - 1), ignore_eos=True)
-        engine.add(token_ids, params)
-        while engine.has_work:
-            found = [event.round for event in engine.step() if event.finish_reason is None and event.round is not None]
-            if number == 0:
-                continue
-            records += found
-            for record in found:
-                missing[record.budget] = missing.get(record.budget, 0) - 1
-            if max(missing.values()) <= 0 or time.monotonic() > deadline:
-                return records
-        if number == 0:
-            deadline = time.monotonic() + _MAX_PROBE_S
-    return records
-
-
-def _timings(records: list[RoundRecord]) -> Iterator[Timing]:
-    """Medians by budget."""
-    for budget in sorted({record.budget for record in records}):
-        own = [record for record in records if record.budget == budget]
-        whole = [record.draft_ns + record.build_ns + record.verify_ns + record.commit_ns for record in own]
-        undrafted = [record.verify_ns + record.commit_ns for record in own]
-        yield Timing(budget, float(np.median(whole)) / 1e6, float(np.median(undrafted)) / 1e6, len(own))
 
 
 def _calibration(records: list[RoundRecord]) -> PiecewiseCalibration | None:

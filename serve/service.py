@@ -22,7 +22,6 @@ import torch
 
 from graft_dist import __version__
 from graft_dist.config import TargetConfig, is_folder_spec
-from graft_dist.cost_curve import CostCurve
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
@@ -198,11 +197,15 @@ class Service:
     async def reconfigure(self, wanted: UserConfig) -> None:
         """Put the pinned policy in force between two rounds. One that does not fit is refused: the old one stays.
 
+        The first call, before the first request, also measures what rounds cost and bring here, whatever is pinned: a
+        policy that comes later may need it, and nothing but rounds may hold up the streams by then.
+
         Raises only when nothing is in force yet and none can be made: Serve ends a replica whose `reconfigure` raises,
         with all its requests.
         """
         pin = wanted.policy
         async with self._reconfiguring:
+            await self._measure()
             try:
                 active = await self._load(pin)
             except Exception as error:
@@ -249,12 +252,11 @@ class Service:
             await self.reconfigure(UserConfig(policy=pin))
 
     async def _load(self, pin: PolicyPin | None) -> ActivePolicy:
+        assert self._probe is not None
         if pin is None:
-            return self._source.unsaved(measured_policy(await self._measure(), self.config))
+            return self._source.unsaved(measured_policy(self._probe, self.config))
         policy = await asyncio.to_thread(self._source.read, pin)
-        cost: CostCurve | None = None
-        if self._source.needs_cost(policy):
-            cost = (await self._measure()).cost
+        cost = self._probe.cost if self._source.needs_cost(policy) else None
         return await asyncio.to_thread(self._source.saved, pin, policy, cost)
 
     async def _refuse(self, refusal: Refusal) -> None:
@@ -269,12 +271,11 @@ class Service:
         self._has_policy = True
         logger.info("policy %s is in force", active.label)
 
-    async def _measure(self) -> Probe:
-        """What rounds cost and bring here: measured once, on the decode thread, where nothing else is under way."""
+    async def _measure(self) -> None:
+        """What rounds cost and bring here: once, on the decode thread, where nothing else is under way yet."""
         if self._probe is None:
             self._probe = await self.decode.call(lambda: probe(self.target, self.drafter, self.config))
             logger.info("measured %d rounds in %.1f s", self._probe.num_rounds, self._probe.seconds)
-        return self._probe
 
     def _tell_policy(self) -> None:
         self._tell("policy_changed", self.decode.active.label, None if self.refusal is None else self.refusal.reason)

@@ -22,15 +22,17 @@ def test_a_measured_curve_has_the_budgets_asked_for(tiny_llama: Target) -> None:
     curve = measure_cost(tiny_llama, FakeDrafter(tiny_llama), budgets=(1, 4, 12), num_candidates=8, num_rounds=2)
     assert curve.budgets == (0, 1, 4, 12)
     assert describe_hardware("float32", tiny_llama.device) in curve.source
-    assert "medians of 2 rounds at each of 4 budgets" in curve.source
+    assert "medians of 8 rounds at 4 budgets" in curve.source
     hurried = measure_cost(tiny_llama, FakeDrafter(tiny_llama), budgets=(1, 4), num_candidates=8, limit_s=0.0)
-    assert hurried.budgets == (0, 1, 4) and "medians of 1 rounds" in hurried.source
+    assert hurried.budgets == (0, 1, 4) and "medians of 3 rounds at 3 budgets" in hurried.source
 
 
 def test_a_chain_gives_the_sizes_it_has_and_long_measurements_start_again(tiny_llama: Target) -> None:
     drafter = FakeDrafter(tiny_llama, block_size=4)
     curve = measure_cost(tiny_llama, drafter, budgets=(1, 8), num_candidates=1, num_rounds=3)
     assert curve.budgets == (0, 1, 3)
+    long = measure_cost(tiny_llama, drafter, budgets=(1, 3), num_candidates=1, num_rounds=12)
+    assert long.budgets == (0, 1, 3) and "medians of 36 rounds" in long.source
     short = Target(tiny_llama.spec, tiny_llama.model, tiny_llama.tokenizer)
     short.max_position_embeddings = 12
     assert measure_cost(short, FakeDrafter(short), budgets=(1, 2), num_candidates=2, num_rounds=6).budgets == (0, 1, 2)

@@ -89,23 +89,28 @@ def test_a_saved_policy_decodes_and_a_wrong_one_is_refused(
     assert running.reports.policies[-1] == (f"folder-{fingerprint[:8]}", None)
 
 
-def test_without_a_policy_costs_and_gains_are_measured_once(running: Running) -> None:
-    reconfigure(running, None)
-    active = running.service.decode.active
-    assert active.label == "ddtree" and isinstance(active.policy.budget, UtilityBudget)
-    assert active.policy.budget.cost.source.endswith("(measured at start), linear between budgets")
-    ask(running)
-    measured = running.service._probe
-    reconfigure(running, None)
-    assert running.service._probe is measured
-
-
-def test_on_unknown_hardware_a_policys_costs_are_measured(
-    running: Running, reciting_target: Target, tmp_path: Path
+def test_costs_and_gains_are_measured_before_the_first_request_and_never_again(
+    running: Running, reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reconfigure(running, saved(reciting_target, tmp_path / "policy", cost_curves={"another box": CURVE}))
-    budget = running.service.decode.active.policy.budget
-    assert isinstance(budget, UtilityBudget) and "measured at start" in budget.cost.source
+    """A policy that knows its costs comes first: those that need the measured ones later must not hold up a stream."""
+    reconfigure(running, saved(reciting_target, tmp_path / "knowing"))
+
+    def measuring(*arguments: Any) -> Any:
+        raise AssertionError("measured while requests run")
+
+    monkeypatch.setattr(service_module, "probe", measuring)
+    stream = running.client().chat.completions.create(**ASK, max_tokens=200, stream=True)
+    text = next(stream).choices[0].delta.content or ""
+    stranger = saved(reciting_target, tmp_path / "stranger", cost_curves={"another box": CURVE})
+    for pin, label in ((stranger, "folder"), (None, "ddtree")):
+        reconfigure(running, pin)
+        active = running.service.decode.active
+        assert active.label.startswith(label) and running.service.refusal is None
+        assert isinstance(active.policy.budget, UtilityBudget)
+        assert active.policy.budget.cost.source.startswith("measured before decoding")
+    text += "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == recite(200)
+    ask(running)
 
 
 def test_a_first_policy_that_does_not_fit_leaves_a_server_that_works(
