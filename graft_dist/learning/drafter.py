@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of a block row that lies behind the end of its sequence."""
 
+SHAPE_STEP = 64
+"""Sizes that differ from answer to answer are rounded to multiples of this: on a CPU each new shape of a matrix product
+costs oneDNN the compilation of a kernel, which took longer than the products themselves."""
+
 LANES = 8
 """Sequences are dealt to this many lanes by index, and workers own whole lanes: the order of the data does not depend
 on the number of workers (1, 2, 4 or 8), and a sequence's cached features are needed by one worker only."""
@@ -162,9 +166,12 @@ def block_hidden(
     block = torch.full((num_anchors, size), config.mask_token_id, device=anchors.device)
     block[:, 0] = lesson.tokens[anchors]
     positions = anchors[:, None] + torch.arange(size, device=anchors.device)
-    length = int(anchors.max())
+    # Columns behind the last anchor, and behind the answer, are hidden from every block.
+    length = -(-int(anchors.max()) // SHAPE_STEP) * SHAPE_STEP
     context_positions = torch.arange(length, device=anchors.device)[None]
-    context = model.context_key_values(lesson.features[None, :length].to(block_dtype(model)), context_positions)
+    features = lesson.features[:length]
+    features = F.pad(features, (0, 0, 0, length - len(features)))
+    context = model.context_key_values(features[None].to(block_dtype(model)), context_positions)
     hidden_columns = context_positions >= anchors[:, None]
     attend = _block_attention(context, hidden_columns, config)
     embedded = embed(block.view(1, -1)).to(block_dtype(model))
@@ -271,6 +278,8 @@ class TrainingVocabulary:
         drawn = self.rest[torch.from_numpy(rng.choice(len(self.rest), size=min(count, len(self.rest)), replace=False))]
         kept = torch.unique(torch.cat([self.core, wanted]))
         drawn = drawn[~torch.isin(drawn, kept)]
+        surplus = (len(kept) + len(drawn)) % SHAPE_STEP
+        drawn = drawn[surplus if len(drawn) > SHAPE_STEP else 0 :]
         left = len(self.core) + len(self.rest) - len(kept)
         correction = math.log(max(left, 1) / max(len(drawn), 1))
         bias = torch.cat([torch.zeros(len(kept)), torch.full((len(drawn),), correction)])
@@ -291,19 +300,20 @@ def block_loss(
     labels = block_labels(lesson.tokens, anchors, depth)
     is_real = labels != IGNORED
     depth_weights = torch.exp(-torch.arange(depth, device=hidden.device) / training.depth_gamma)
-    row_weights = (depth_weights.expand_as(labels) * is_real)[is_real]
+    row_weights = (depth_weights * is_real).flatten()  # rows behind the end weigh nothing: their number differs
     row_weights = row_weights / row_weights.sum()
-    positions = (anchors[:, None] + torch.arange(1, depth + 1, device=anchors.device))[is_real]
+    positions = anchors[:, None] + torch.arange(1, depth + 1, device=anchors.device)
+    positions = positions.clamp(max=len(lesson.tokens) - 1).flatten()
     soft = lesson.teacher_log_probs[positions].float().softmax(dim=-1) * training.soft_weight
     hard = torch.full((len(positions), 1), 1.0 - training.soft_weight, device=hidden.device)
-    ids = torch.cat([lesson.teacher_ids[positions].long(), labels[is_real][:, None]], dim=1)
+    ids = torch.cat([lesson.teacher_ids[positions].long(), lesson.tokens[positions][:, None]], dim=1)
     # The vocabulary lives in the CPU's memory, the head may not.
     drawn, drawn_bias = vocabulary.draw(ids.flatten().cpu(), training.sampled_vocabulary, rng)
     tokens, bias = drawn.to(head.device), drawn_bias.to(head.device)
     column_of = torch.zeros(len(head), dtype=torch.int64, device=head.device)
     column_of[tokens] = torch.arange(len(tokens), device=head.device)
     weights = torch.cat([soft, hard], dim=1) * row_weights[:, None]
-    rows = hidden[is_real]
+    rows = hidden.flatten(0, 1)
     loss: torch.Tensor = DistillationLoss.apply(rows, head[tokens].to(rows.dtype), bias, column_of[ids], weights)
     return loss
 
