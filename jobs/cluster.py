@@ -33,11 +33,11 @@ class Cluster:
     resources: Mapping[str, float]
 
 
-def connect(address: str | None) -> Cluster:
+def connect(address: str | None, has_dashboard: bool = False) -> Cluster:
     """Join the cluster at `address`, or the one this job or machine belongs to; without any, start one in this process.
 
-    `address` "local" always starts one. Raises `ConfigError` when an address was given and does not answer.
-
+    `address` "local" always starts one, with Ray's dashboard (and with it the State API) if `has_dashboard`. Raises
+    `ConfigError` when an address was given and does not answer.
     """
     if ray.is_initialized():  # an earlier step of this process has joined it
         found = ray.get_runtime_context().gcs_address
@@ -53,17 +53,19 @@ def connect(address: str | None) -> Cluster:
         else:
             found = ray.get_runtime_context().gcs_address
             return Cluster(False, f"joined the Ray cluster at {found}", ray.cluster_resources())
-    _start_local()
+    _start_local(has_dashboard)
     resources = ray.cluster_resources()
-    message = f"no Ray cluster given, so one was started here ({resources.get('CPU', 0):g} CPUs), without a dashboard"
+    message = f"no Ray cluster given, so one was started here ({resources.get('CPU', 0):g} CPUs)"
+    if not has_dashboard:
+        message += ", without a dashboard"
     return Cluster(True, message, resources)
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[Cluster]:
+def connected(address: str | None, has_dashboard: bool = False) -> Iterator[Cluster]:
     """`connect` for a block. Afterwards this process is in a cluster if it was in one before, and else in none."""
     was_connected = ray.is_initialized()
-    cluster = connect(address)
+    cluster = connect(address, has_dashboard)
     try:
         yield cluster
     finally:
@@ -71,7 +73,7 @@ def connected(address: str | None) -> Iterator[Cluster]:
             ray.shutdown()
 
 
-def _start_local() -> None:
+def _start_local(has_dashboard: bool) -> None:
     # Left to itself a local cluster writes a token file to the home directory, which then switches authentication on
     # for every later `ray start` of this user. This one listens on the loopback interface and ends with the job.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
@@ -79,7 +81,7 @@ def _start_local() -> None:
     with _own_sigterm():
         ray.init(
             address="local",
-            include_dashboard=False,
+            include_dashboard=has_dashboard,
             object_store_memory=LOCAL_OBJECT_STORE_BYTES,
             log_to_driver=True,
             logging_level=logging.WARNING,

@@ -19,7 +19,8 @@ def training_cluster(address: str | None) -> Iterator[Cluster]:
     other workers' failures only follow from it.
     """
     try:
-        with connected(address) as cluster:
+        # Ray Train watches its controller through the State API, and complains every second where there is none.
+        with connected(address, has_dashboard=True) as cluster:
             yield cluster
     except WorkerGroupError as error:
         refusal = next((one for one in error.worker_failures.values() if isinstance(one, GraftError)), None)

@@ -182,7 +182,7 @@ def test_unknown_arguments_end_with_exit_code_2(
 def test_signals_are_given_back_after_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
-    def connect(address: str | None) -> Cluster:
+    def connect(*_: object) -> Cluster:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray takes it
         return Cluster(is_local=False, message="connected", resources={})
 
@@ -214,7 +214,7 @@ def test_the_first_signal_asks_and_the_second_ends_the_process(number: signal.Si
 
 def test_a_store_that_cannot_be_made_is_refused_before_an_actor_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(is_local=False, message="connected", resources={"CPU": 64.0})
-    monkeypatch.setattr("jobs.cluster.connect", lambda address: cluster)
+    monkeypatch.setattr("jobs.cluster.connect", lambda *_: cluster)
     monkeypatch.setattr("jobs.collection.RayPool", lambda *settings: pytest.fail("an actor was started"))
     request = replace(parse("--out", "/dev/null/s"), prompts=(str(starter_prompts_path()),))
     with pytest.raises(StoreError, match="no trajectory store can be made at /dev/null/s"):
