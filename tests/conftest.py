@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from graft_dist.counter_random import hash_counters
 from graft_dist.drafter import DrafterConfig
 from graft_dist.kv_cache import SlotCache
 from graft_dist.target import Target
+from jobs.ray_head import RayHead
+
+ROOT = Path(__file__).resolve().parents[1]
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
 
@@ -157,6 +160,16 @@ def tiny_target(tiny_folder: Callable[[str], Path]) -> Callable[[str], Target]:
         return targets[model_type]
 
     return target
+
+
+@pytest.fixture(scope="session")
+def ray_head() -> Iterator[RayHead]:
+    """One Ray head with two CPUs for all tests that submit to one: starting it takes ten seconds.
+
+    Ray gives its workers the lowest priority; on a busy machine loading would take minutes.
+    """
+    with RayHead(num_cpus=2, environment={"RAY_worker_niceness": "0", "PYTHONPATH": str(ROOT)}) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

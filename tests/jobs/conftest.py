@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 from graft_dist.config import Resources, TargetConfig
 from graft_dist.drafter import DFlashModel, save_drafter
 from graft_dist.target import Target
+from jobs.ray_head import RayHead
 from tests.conftest import tiny_drafter_config
 
 
@@ -39,3 +41,12 @@ def tiny_config(tiny_folder: Callable[[str], Path], tiny_drafter_folder: Path) -
         budgets=(4, 6),
         resources=Resources(num_cpus=0.2),
     )
+
+
+@pytest.fixture
+def joinable(ray_head: RayHead, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a Ray cluster that commands in this process may join; it is left in the end."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # as the head has it
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # two seconds by default, at every turn of a run
+    yield ray_head.address
+    ray.shutdown()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import mlflow.pyfunc
@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import fingerprint, read_config, read_tensors
+from graft_dist.learning.drafter import worker
+from graft_dist.learning.tdes import Evaluation, TdesTrainer
 from graft_dist.policy import GraftPolicy
 from graft_dist.target import Target
-from jobs.ray_head import RayHead
+from jobs.scorer_training import ScorerPlan
 from jobs.train import main
 from storage import TrajectoryStore
 from storage.registered_model import write_model
 from storage.registry import CHALLENGER, Registry
 from tests.jobs.learning_store import NUM_HIDDEN, write_store
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +47,29 @@ def arguments(folder: Path, out: Path, *more: str) -> list[str]:
     return [
         "--config", str(folder / "target.yaml"), "--store", str(folder / "store"), "--out", str(out),
         "--tracking-uri", f"sqlite:///{folder / 'mlflow.db'}", "--min-rounds", "100", "--steps", "60",
-        "--rounds-per-step", "64", "--evaluate-every", "20", "--weight-decay", "0.01", "--learning-rate", "0.01",
-        "--width", "16", "--max-budget", "16", *more,
+        "--rounds-per-step", "64", "--evaluate-every", "10", "--patience", "100", "--weight-decay", "0.01",
+        "--learning-rate", "0.01", "--width", "16", "--max-budget", "16", *more,
     ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def learned(folder: Path) -> tuple[Path, str]:
+    """The folder of a run that has ended, and what it printed."""
+    out, shown = folder / "run", StringIO()
+    with redirect_stdout(shown):
+        assert main(arguments(folder, out)) == 0
+    return out, shown.getvalue()
 
 
 @pytest.mark.slow
 def test_it_learns_registers_and_does_nothing_twice(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_config: TargetConfig
+    folder: Path,
+    learned: tuple[Path, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tiny_config: TargetConfig,
 ) -> None:
-    out = tmp_path / "run"
-    assert main(arguments(folder, out)) == 0
-    printed = capsys.readouterr().out
+    out, printed = learned
     assert "left out: 2 sequences of prompts that the drafter may know, 0 whose" in printed
     assert "fit: 20 prompts" in printed and "chosen on the tune split: tdes, " in printed
     policy = GraftPolicy.load(out / "policy")
@@ -83,10 +94,8 @@ def test_it_learns_registers_and_does_nothing_twice(
     run = registry.client.get_run(version.run_id)
     assert run.info.status == "FINISHED" and run.data.params["weight_decay"] == "0.01"
     assert run.inputs.dataset_inputs[0].dataset.digest == policy.data.store
-    assert [point.step for point in registry.client.get_metric_history(version.run_id, "fit_held_out_kl")][:2] == [
-        0,
-        20,
-    ]
+    history = registry.client.get_metric_history(version.run_id, "fit_held_out_kl")
+    assert [point.step for point in history][:2] == [0, 10]
     assert {file.path for file in registry.client.list_artifacts(version.run_id)} == {"plots", "report.json"}
 
     assert main(arguments(folder, out)) == 0
@@ -111,12 +120,12 @@ def test_a_gated_scorer_decodes_without_the_projection(folder: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_mlflow_itself_can_score_edges(
-    folder: Path, tmp_path: Path, tiny_config: TargetConfig, tiny_llama: Target
+    learned: tuple[Path, str], tmp_path: Path, tiny_config: TargetConfig, tiny_llama: Target
 ) -> None:
-    assert main(arguments(folder, tmp_path / "run", "--steps", "20", "--no-register")) == 0
-    model = mlflow.pyfunc.load_model(str(write_model(tmp_path / "run" / "policy", tmp_path, tiny_config.target)))
+    out, _ = learned
+    model = mlflow.pyfunc.load_model(str(write_model(out / "policy", tmp_path, tiny_config.target)))
     assert model.metadata.signature.inputs.input_names() == ["parent", "child", "depth"]
-    network = GraftPolicy.load(tmp_path / "run" / "policy").tdes
+    network = GraftPolicy.load(out / "policy").tdes
     assert network is not None
     with torch.no_grad():
         tables = network.token_tables(tiny_llama.embedding_weight[torch.tensor([10, 11, 12])])
@@ -126,47 +135,51 @@ def test_mlflow_itself_can_score_edges(
     assert len(set(scores)) == 2
 
 
-def run_and_kill(command: list[str], head: RayHead) -> str:
-    """Run the job on a cluster, and end its second worker after the first look, without warning."""
-    environment = head.environment({"RAY_ADDRESS": head.address, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)})
-    lines = []
-    victim, is_killed = 0, False
-    with subprocess.Popen(
-        [sys.executable, str(REPOSITORY / "jobs" / "train.py"), *command],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            found = re.search(r"worker 1 of 2 is process (\d+)", line)
-            victim = int(found[1]) if found else victim
-            if not is_killed and victim and re.search(r"step \d+ of", line):
-                os.kill(victim, signal.SIGKILL)
-                is_killed = True
-    assert process.returncode == 0 and is_killed, "".join(lines)
-    return "".join(lines)
+def killed_once(folder: Path) -> Callable[[ScorerPlan], None]:
+    """What workers run instead of `train_on_worker`: the second of them kills itself after its second look, once.
+
+    Each worker notes the steps of its looks in `folder`: what workers print may come late, or never.
+    """
+
+    def train(plan: ScorerPlan) -> None:
+        from jobs.scorer_training import train_on_worker
+
+        rank, _ = worker()
+        notes, advance = folder / f"looks-{rank}", TdesTrainer.advance
+
+        def noted(trainer: TdesTrainer) -> Evaluation:
+            look = advance(trainer)
+            with notes.open("a") as file:
+                file.write(f"{look.step}\n")
+            if rank == 1 and notes.read_text().split() == ["10", "20"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return look
+
+        TdesTrainer.advance = noted  # type: ignore[method-assign]
+        train_on_worker(plan)
+
+    return train
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_two_workers_one_of_them_killed_learn_what_one_process_learns(folder: Path, tmp_path: Path) -> None:
-    more = ["--no-register", "--steps", "300", "--evaluate-every", "10", "--patience", "100"]
-    assert main(arguments(folder, tmp_path / "one", *more)) == 0
-    with RayHead(num_cpus=2, environment={"RAY_worker_niceness": "0"}) as head:
-        printed = run_and_kill(arguments(folder, tmp_path / "two", *more, "--workers", "2"), head)
-    assert "resumed at step" in printed
-    one, two = (load_file(next((tmp_path / run / "scorer").glob("state-*.safetensors"))) for run in ("one", "two"))
+def test_two_workers_one_of_them_killed_learn_what_one_process_learns(
+    folder: Path, learned: tuple[Path, str], joinable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.scorer_training.train_on_worker", killed_once(tmp_path))
+    two_workers = ["--no-register", "--workers", "2", "--address", joinable]
+    assert main(arguments(folder, tmp_path / "two", *two_workers)) == 0
+    looks = [int(step) for step in (tmp_path / "looks-1").read_text().split()]
+    assert looks[:2] == [10, 20] and looks[2] in (20, 30), "it did not go on from the last checkpoint"
+    assert looks[2:] == list(range(looks[2], 61, 10))
+    scorers = [out / "scorer" for out in (learned[0], tmp_path / "two")]
+    one, two = (load_file(next(scorer.glob("state-*.safetensors"))) for scorer in scorers)
     for name, tensor in one.items():
         if name.startswith("network."):
             torch.testing.assert_close(tensor, two[name], rtol=0.02, atol=0.02, msg=name)
-    looks = [
-        json.loads((tmp_path / run / "scorer" / "state.json").read_text())["evaluations"] for run in ("one", "two")
-    ]
-    assert [look[0] for look in looks[0]] == [look[0] for look in looks[1]]
-    assert all(abs(ours[2] - theirs[2]) < 5e-3 for ours, theirs in zip(*looks, strict=True))
+    evaluations = [json.loads((scorer / "state.json").read_text())["evaluations"] for scorer in scorers]
+    assert [look[0] for look in evaluations[0]] == [look[0] for look in evaluations[1]]
+    assert all(abs(ours[2] - theirs[2]) < 5e-3 for ours, theirs in zip(*evaluations, strict=True))
 
 
 @pytest.mark.parametrize(
