@@ -180,8 +180,8 @@ class Completion:
                     if not self._request.graft.metrics
                     else self._chunk([], usage=self._usage(), **self._metrics())
                 )
+            self.close("ok", 200)  # before the client knows: one that hangs up at [DONE] has its whole answer
             yield "data: [DONE]\n\n"
-            self.close("ok", 200)
         except ApiError as error:
             self.close(error.outcome, error.status)
             yield _event(error.body())
