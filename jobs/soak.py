@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,16 +205,19 @@ class _Soak:
         """Load, swap and watch until the time is over, every question was asked and every answer is in."""
         self._start = time.perf_counter()
         self._deadline = self._start + 60 * self.plan.minutes
-        watch = asyncio.create_task(self._every(self.plan.sample_every_s, self._sample))
-        swap = asyncio.create_task(self._every(self.plan.swap_every_s, self._swap))
+        is_over = asyncio.Event()
+        watch = asyncio.create_task(_every(self.plan.sample_every_s, self._sample, is_over))
+        swap = asyncio.create_task(_every(self.plan.swap_every_s, self._swap, is_over))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.plan.concurrency):
                     group.create_task(self._user())
+            is_over.set()  # a swap that is under way is waited for, and judged
         finally:
             self.seconds = self._now()
-            for task in (watch, swap):
-                task.cancel()
+            if not is_over.is_set():
+                watch.cancel()
+                swap.cancel()
             ends = await asyncio.gather(watch, swap, return_exceptions=True)
             self.problems += [f"the soak itself failed: {end!r}" for end in ends if isinstance(end, Exception)]
         await self._check_idle()
@@ -239,11 +243,6 @@ class _Soak:
 
     def _now(self) -> float:
         return time.perf_counter() - self._start
-
-    async def _every(self, period_s: float, act: Callable[[], Awaitable[None]]) -> None:
-        while True:
-            await act()
-            await asyncio.sleep(period_s)
 
     async def _user(self) -> None:
         while time.perf_counter() < self._deadline or self._num_asked < len(self.questions):
@@ -372,6 +371,14 @@ class _Soak:
             growth=[asdict(growth) | {"has_grown": growth.has_grown} for growth in found],
             problems=problems,
         )
+
+
+async def _every(period_s: float, act: Callable[[], Awaitable[None]], is_over: asyncio.Event) -> None:
+    """Act at once, and again and again until it is over."""
+    while not is_over.is_set():
+        await act()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(is_over.wait(), period_s)
 
 
 def _answer(reply: Reply) -> tuple[Any, ...]:
