@@ -155,6 +155,7 @@ class Running:
         self.reports = reports
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
+        listening.listen()  # so that who asks before the thread has come so far waits, and is not refused
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(create_app(service), log_level="warning", lifespan="off"))
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
