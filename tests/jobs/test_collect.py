@@ -16,7 +16,7 @@ from graft_dist.errors import ConfigError, PolicyError, StoreError
 from graft_dist.prompts import Prompt, starter_prompts_path
 from graft_dist.sampling import SamplingParams
 from jobs import collect
-from jobs.cluster import Cluster, check_fits, job_id
+from jobs.cluster import Cluster, check_fits, job_id, wait_until_fits
 from jobs.collect_actor import ActorPlan, load_collector
 from jobs.collection import CollectRequest, StopSignal, run
 from jobs.decode_spec import DecodeSpec
@@ -227,6 +227,9 @@ def test_a_job_that_does_not_fit_the_cluster_is_refused_with_both_numbers() -> N
         check_fits({"CPU": 4.0}, num_actors=8, num_cpus=1.0, num_gpus=0.0)
     with pytest.raises(ConfigError, match=r"2 actors need 2 GPUs \(1 each\), but the cluster has 0"):
         check_fits({"CPU": 4.0}, num_actors=2, num_cpus=1.0, num_gpus=1.0)
+    small = Cluster(is_local=False, message="", resources={"CPU": 4.0})
+    with pytest.raises(ConfigError, match="8 actors need 8 CPUs"):  # at once
+        wait_until_fits(small, 8, 1.0, 0.0, wait_s=0.0, say=pytest.fail)
 
 
 def test_the_estimate_counts_every_answer_at_full_length() -> None:

@@ -1,6 +1,7 @@
 """A leak is found under noise and jumps, and what only fluctuates or warms up is none."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,9 @@ def test_the_slope_withstands_wild_points() -> None:
 def test_this_process_can_be_looked_at() -> None:
     before = sample_process(os.getpid(), 1.5)
     assert before is not None and before.at_s == 1.5 and before.memory_mb > 10
-    with open(os.devnull) as first, open(os.devnull) as second:
+    with ExitStack() as stack:
+        for _ in range(50):
+            stack.enter_context(open(os.devnull))
         after = sample_process(os.getpid(), 2.0)
-        assert after is not None and after.num_files == before.num_files + 2, (first, second)
+    assert after is not None and 40 <= after.num_files - before.num_files <= 60  # other threads have files too
     assert sample_process(2**22 + 1, 0.0) is None
