@@ -131,6 +131,11 @@ def wait_for_the_end(page: Page) -> None:
     expect(page.locator("#stop")).to_be_hidden(timeout=TIMEOUT_MS)
 
 
+def wait_until_idle(page: Page, running: Running) -> None:
+    while running.service.decode.num_sequences:  # ends with the next round, or the test with its timeout
+        page.wait_for_timeout(20)
+
+
 def text_of(page: Page, lane: int = 0) -> str:
     return page.locator(".answer").nth(lane).evaluate("answer => answer.textContent")
 
@@ -271,8 +276,7 @@ def test_stopping_frees_the_slot(open_page: Callable[..., Page], running: Runnin
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     gate.release()
     expect(page.locator("#prompt")).to_be_focused()
-    while running.service.decode.num_sequences:  # ends with the next round, or the test with its timeout
-        page.wait_for_timeout(20)
+    wait_until_idle(page, running)
     shown = text_of(page)
     assert answer_of(running, max_tokens=200).startswith(shown) and len(shown) > 0
     ask(page, "And on?", max_tokens=5)  # the conversation goes on from what was there
@@ -316,6 +320,7 @@ def test_refusals_are_sentences(open_page: Callable[..., Page], running: Running
         keep(page, "problems")
         gate.release()
         full.close()
+    wait_until_idle(page, running)  # else the server is still busy
     page.get_by_role("button", name="Try again").nth(0).click()  # with the answer's length in bounds now
     expect(problem).to_have_count(2)
     wait_for_the_end(page)

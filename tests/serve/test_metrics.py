@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from graft_dist.config import TargetConfig
+from jobs.ray_head import free_ports
 from serve.app import build
 from serve.metrics import SPECS
 from serve.serve_args import ServeArgs
@@ -106,16 +106,18 @@ def url(reciting_config: TargetConfig, tmp_path_factory: pytest.TempPathFactory)
     """A Serve application with one replica, on a Ray of its own that exports its metrics often."""
     target = tmp_path_factory.mktemp("target") / "reciter.yaml"
     target.write_text(yaml.safe_dump(reciting_config.model_dump(mode="json")), encoding="utf-8")
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port = listening.getsockname()[1]
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=100_000_000,
-        log_to_driver=False,
-        _system_config={"metrics_report_interval_ms": 500},
-    )
+    (port,) = free_ports(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else Ray writes a token to the home directory
+        patch.setenv("RAY_worker_niceness", "0")  # the lowest priority by default: loading would take minutes
+        ray.init(
+            address="local",  # whatever else runs here
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=100_000_000,
+            log_to_driver=False,
+            _system_config={"metrics_report_interval_ms": 500},
+        )
     try:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
         args = ServeArgs(config=str(target), model=MODEL, methods=("plain", "ddtree"))
