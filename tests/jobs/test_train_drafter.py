@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 import yaml
 from ray.train import WorkerGroupError
 from safetensors.torch import load_file
@@ -52,10 +55,16 @@ def arguments(config: Path, prompts: Path, folder: Path, *more: str) -> list[str
 @pytest.mark.slow
 @pytest.mark.ray
 def test_the_job_answers_trains_and_goes_on_where_it_ended(
-    config_file: Path, prompts_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config_file: Path,
+    prompts_file: Path,
+    joinable: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     command = arguments(config_file, prompts_file, tmp_path, "--temperatures", "0,0.8")
-    assert main(command) == 0
+    assert main([*command, "--address", joinable]) == 0
+    assert not ray.is_initialized()
     by_id = prompts_by_id([str(prompts_file)])
     config = request_from(_parser().parse_args(command)).config
     training, held_out = read_answers(str(tmp_path / "store"), config.slug, by_id, render_all(config, by_id))
@@ -66,7 +75,9 @@ def test_the_job_answers_trains_and_goes_on_where_it_ended(
     assert steps == [2, 4]
     capsys.readouterr()
     longer = [argument if argument != "4" else "6" for argument in command]
-    assert main(longer) == 0
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # the lowest priority by default: loading would take minutes
+    assert main([*longer, "--temperatures", "0"]) == 0  # with a Ray of its own
+    assert not ray.is_initialized()
     printed = capsys.readouterr().out
     assert "resumed at step 4 of 6" in printed
     assert "40 sequences are there already" in printed
@@ -74,10 +85,12 @@ def test_the_job_answers_trains_and_goes_on_where_it_ended(
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_two_workers_train_what_one_trains(config_file: Path, prompts_file: Path, tmp_path: Path) -> None:
+def test_two_workers_train_what_one_trains(
+    config_file: Path, prompts_file: Path, joinable: str, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(0)
     answers = [Answer((1, 5, 9, i % 50 + 3), tuple(rng.integers(3, 300, 14).tolist())) for i in range(24)]
-    request = request_from(_parser().parse_args(arguments(config_file, prompts_file, tmp_path)))
+    request = request_from(_parser().parse_args(arguments(config_file, prompts_file, tmp_path, "--address", joinable)))
     results = []
     for num_workers in (1, 2):
         chosen: DrafterRequest = replace(request, num_workers=num_workers, out=tmp_path / f"run-{num_workers}")
@@ -89,7 +102,12 @@ def test_two_workers_train_what_one_trains(config_file: Path, prompts_file: Path
     for name, tensor in one.items():
         assert float((tensor.float() - two[name].float()).abs().max()) < 0.02, name
     with pytest.raises(DrafterError, match="another recipe or other answers"):
-        train(chosen, answers[5:], answers[:4])
+        train(replace(chosen, num_workers=1), answers[5:], answers[:4])
+
+
+def test_the_job_can_be_run_as_a_file(tmp_path: Path) -> None:
+    job = Path(__file__).resolve().parents[2] / "jobs" / "train_drafter.py"
+    assert subprocess.run([sys.executable, job, "--help"], cwd=tmp_path, check=False).returncode == 0
 
 
 def test_a_refusal_of_a_worker_comes_out_as_it_is(
