@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from jobs.collect import main
@@ -42,7 +43,8 @@ def act(action: str) -> None:
         pids = actor_pids()
         assert pids, "no actor found"
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # one of a driver that was killed before, on its way out
+                os.kill(pid, signal.SIGKILL)
     if action in ("kill", "kill-all"):
         os.kill(os.getpid(), signal.SIGKILL)
     if action == "term":

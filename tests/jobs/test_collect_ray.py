@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,6 @@ QUERIES = {
 }
 """Everything a reader sees but what differs from one run to the next: names of attempts, timings, the neighbours in
 a batch, and what was drafted for a sequence of budget 0 (nothing, unless a neighbour was drafted for)."""
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[RayHead]:
-    # Ray gives its workers the lowest priority; on a busy machine loading would take minutes.
-    with RayHead(num_cpus=2, environment={"RAY_worker_niceness": "0"}) as running:
-        yield running
 
 
 @dataclass
@@ -95,7 +87,7 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+def bench(ray_head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp("collect")
     config = folder / "tiny.yaml"
     config.write_text(json.dumps(tiny_config.model_dump(mode="json")))  # JSON is YAML
@@ -107,7 +99,7 @@ def bench(head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pytest.Tem
     lines[5] = '{"id": "p5", "turns": ["broken'
     lines[9] = json.dumps({"id": "p9", "task": "chat", "turns": ["far too long " * 100]})
     prompts.write_text("\n".join(lines) + "\n")
-    return Bench(head, config, prompts, folder)
+    return Bench(ray_head, config, prompts, folder)
 
 
 @pytest.fixture(scope="module")
@@ -209,19 +201,22 @@ def test_killed_actors_cost_only_what_they_had_in_hand(
     assert_same(bench.rows(store), undisturbed)
 
 
-@pytest.mark.parametrize("chaos", ["kill:before-commit:2", "kill:after-commit:2", "kill-all:before-commit:3"])
-def test_a_killed_driver_is_run_again_and_nothing_is_lost_or_doubled(
-    bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]], chaos: str
+def test_a_driver_that_is_killed_again_and_again_loses_and_doubles_nothing(
+    bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]]
 ) -> None:
-    store = chaos.replace(":", "-")
-    with Reader(bench.folder / store):
-        code, _ = bench.run(store, "--actors", "1", chaos=chaos)
-        assert code == -9
-        code, output = bench.run(store, "--actors", "1")
+    """Before a commit, after one, and together with its actors: each start finds what those before it committed."""
+    committed = [0]
+    with Reader(bench.folder / "killed"):
+        for chaos in ("kill:before-commit:2", "kill:after-commit:1", "kill-all:before-commit:1"):
+            code, output = bench.run("killed", "--actors", "1", chaos=chaos)
+            assert code == -9
+            assert committed[-1] == 0 or f"{committed[-1]} sequences are there already" in output
+            committed.append(len(bench.rows("killed")["sequences"]))
+        assert 0 < committed[1] < committed[2] == committed[3] < NUM_PROMPTS
+        code, output = bench.run("killed", "--actors", "1")
     assert code == 0
-    num_committed = int(chaos[-1]) - ("before" in chaos)
-    assert f"{UNIT_SIZE * num_committed} sequences are there already" in output
-    assert_same(bench.rows(store), undisturbed)
+    assert f"{committed[3]} sequences are there already" in output
+    assert_same(bench.rows("killed"), undisturbed)
 
 
 def test_a_stopped_driver_commits_what_is_finished(bench: Bench, undisturbed: dict[str, list[tuple[Any, ...]]]) -> None:
@@ -249,7 +244,7 @@ def test_of_two_drivers_of_one_run_the_late_one_is_fenced(
     with Reader(bench.folder / "fenced"):
         code, _ = bench.run("fenced", "--actors", "1")
         go.touch()
-        output, _ = first.communicate(timeout=120)
+        output, _ = first.communicate(timeout=300)
     print(output)
     assert code == 0
     assert first.returncode == 75
@@ -257,17 +252,12 @@ def test_of_two_drivers_of_one_run_the_late_one_is_fenced(
     assert_same(bench.rows("fenced"), undisturbed)
 
 
-def test_a_job_that_the_cluster_can_never_place_is_refused_at_once(bench: Bench) -> None:
-    code, output = bench.run("refused", "--actors", "64")
-    assert code == 2
-    assert "64 actors need 12.8 CPUs (0.2 each), but the cluster has 2" in output
-    assert not (bench.folder / "refused").exists()
-
-
 def test_a_job_waits_for_nodes_that_a_growing_cluster_starts(bench: Bench) -> None:
     code, output = bench.run("refused", "--actors", "64", "--wait-for-nodes", "1")
     assert code == 2
-    assert "waiting up to 1 s for it to start nodes" in output and "but the cluster has 2" in output
+    assert "waiting up to 1 s for it to start nodes" in output
+    assert "64 actors need 12.8 CPUs (0.2 each), but the cluster has 2" in output
+    assert not (bench.folder / "refused").exists()
     script = """from jobs.cluster import connect, wait_until_fits
 cluster = connect(None)
 wait_until_fits(cluster, 3, 1.0, 0.0, wait_s=300, say=lambda line: print(line, flush=True))
@@ -286,7 +276,7 @@ print("fits", flush=True)"""
     finally:
         waiting.kill()
         node.terminate()
-        node.wait(60)
+        node.wait(120)
     assert "fits" in output
 
 

@@ -10,8 +10,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = ("choose", "collect", "compact", "train", "evaluate", "decide", "clean")
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[RayHead]:
-    # Ray gives its workers the lowest priority; on a busy machine loading would take minutes.
-    with RayHead(num_cpus=2, environment={"RAY_worker_niceness": "0"}) as running:
-        yield running
 
 
 @dataclass
@@ -82,13 +76,24 @@ class Project:
         print(done.stdout)
         return done.returncode, done.stdout
 
+    def run_here(self, *more: str) -> tuple[int, str]:
+        """The same in this process, for a run that comes to no step that needs the cluster."""
+        handler, shown = signal.getsignal(signal.SIGTERM), StringIO()
+        try:
+            with redirect_stdout(shown):
+                code = main([*self.arguments, *more])
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        print(shown.getvalue())
+        return code, shown.getvalue()
+
 
 def last_line(output: str) -> str:
     return [line for line in output.splitlines() if line.startswith("retrain: ")][-1]
 
 
 @pytest.fixture(scope="module")
-def project(head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pytest.TempPathFactory) -> Project:
+def project(ray_head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pytest.TempPathFactory) -> Project:
     folder = tmp_path_factory.mktemp("retrain")
     config = tiny_config.model_dump(mode="json")
     config["retrain"] = {
@@ -106,7 +111,7 @@ def project(head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pytest.T
         "num_audit_prompts": 2,
     }
     (folder / "tiny.yaml").write_text(json.dumps(config))  # JSON is YAML
-    made = Project(folder, head)
+    made = Project(folder, ray_head)
     made.write_prompts(40)
     return made
 
@@ -132,50 +137,14 @@ def test_a_run_that_is_killed_at_every_step_ends_as_if_it_never_was(project: Pro
 
 
 def test_nothing_new(project: Project) -> None:
-    code, output = project.run("--run-id", "idle")
+    code, output = project.run_here("--run-id", "idle")
     assert code == 0 and last_line(output).startswith("retrain: nothing new: 0 fresh prompts")
-    code, output = project.run("--run-id", "idle")
+    code, output = project.run_here("--run-id", "idle")
     assert code == 0 and "has ended already" in output
 
 
-def test_an_equal_challenger_leaves_the_champion(project: Project) -> None:
+def test_sigterm_stops_and_the_next_start_goes_on_and_keeps_the_champion_against_its_equal(project: Project) -> None:
     project.write_prompts(52)
-    code, output = project.run("--run-id", "second")
-    assert code == 0 and last_line(output).startswith("retrain: kept v1 because")
-    assert project.registry.resolve(project.slug, "champion") == 1
-    with connect(project.folder / "store") as connection:
-        assert connection.execute("SELECT count(*) FROM sequences").fetchall() == [(52,)]
-
-
-def test_a_second_run_of_the_target_leaves(project: Project) -> None:
-    lease = Lease(project.folder / "runs" / project.slug / "lease.json", "first")
-    lease.acquire()
-    try:
-        code, output = project.run("--run-id", "late")
-        assert code == 75 and "run first is at work" in output
-        assert not (project.folder / "runs" / project.slug / "late").exists()
-    finally:
-        lease.release()
-
-
-def test_a_step_that_cannot_work_is_the_last_line(project: Project) -> None:
-    project.write_prompts(0)
-    (project.folder / "prompts.jsonl").unlink()
-    code, output = project.run("--run-id", "lost")
-    assert code == 1 and last_line(output).startswith("retrain: failed at step choose: there is no prompt file")
-
-
-def test_mistakes_are_one_sentence(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = json.loads((project.folder / "tiny.yaml").read_text())
-    del config["retrain"]
-    (tmp_path / "bare.yaml").write_text(json.dumps(config))
-    assert main(["--config", str(tmp_path / "bare.yaml")]) == 2
-    assert "no section retrain: say with --prompts" in capsys.readouterr().err
-    assert main(["--config", str(tmp_path / "none.yaml")]) == 2
-
-
-def test_sigterm_stops_and_the_next_start_goes_on(project: Project) -> None:
-    project.write_prompts(64)
     command = [sys.executable, str(REPOSITORY / "jobs" / "retrain.py"), *project.arguments]
     process = subprocess.Popen(
         command, env=project.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -188,7 +157,41 @@ def test_sigterm_stops_and_the_next_start_goes_on(project: Project) -> None:
             if "to decode:" in line:
                 os.kill(process.pid, signal.SIGTERM)
     assert process.returncode == 143, "".join(lines)
+    (stopped,) = [path for path in (project.folder / "runs" / project.slug).glob("2*") if not has_ended(path)]
     code, output = project.run()
-    assert code == 0, output
-    folder = max((project.folder / "runs" / project.slug).glob("2*"))
-    assert json.loads((folder / "end.json").read_text())["exit_code"] == 0
+    assert code == 0 and last_line(output).startswith("retrain: kept v1 because"), output
+    assert has_ended(stopped)
+    assert project.registry.resolve(project.slug, "champion") == 1
+    with connect(project.folder / "store") as connection:
+        assert connection.execute("SELECT count(*) FROM sequences").fetchall() == [(52,)]
+
+
+def has_ended(run: Path) -> bool:
+    return (run / "end.json").is_file() and json.loads((run / "end.json").read_text())["exit_code"] == 0
+
+
+def test_a_second_run_of_the_target_leaves(project: Project) -> None:
+    lease = Lease(project.folder / "runs" / project.slug / "lease.json", "first")
+    lease.acquire()
+    try:
+        code, output = project.run_here("--run-id", "late")
+        assert code == 75 and "run first is at work" in output
+        assert not (project.folder / "runs" / project.slug / "late").exists()
+    finally:
+        lease.release()
+
+
+def test_a_step_that_cannot_work_is_the_last_line(project: Project) -> None:
+    project.write_prompts(0)
+    (project.folder / "prompts.jsonl").unlink()
+    code, output = project.run_here("--run-id", "lost")
+    assert code == 1 and last_line(output).startswith("retrain: failed at step choose: there is no prompt file")
+
+
+def test_mistakes_are_one_sentence(project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((project.folder / "tiny.yaml").read_text())
+    del config["retrain"]
+    (tmp_path / "bare.yaml").write_text(json.dumps(config))
+    assert main(["--config", str(tmp_path / "bare.yaml")]) == 2
+    assert "no section retrain: say with --prompts" in capsys.readouterr().err
+    assert main(["--config", str(tmp_path / "none.yaml")]) == 2

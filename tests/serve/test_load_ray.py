@@ -19,8 +19,6 @@ from tests.graft_dist.policies import make_policy, random_network
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @dataclass(frozen=True)
 class Application:
@@ -33,7 +31,7 @@ class Application:
 
 @pytest.fixture(scope="module")
 def application(
-    reciting_config: TargetConfig, reciting_target: Target, tmp_path_factory: pytest.TempPathFactory
+    ray_head: RayHead, reciting_config: TargetConfig, reciting_target: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Application]:
     folder = tmp_path_factory.mktemp("application")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(reciting_config.model_dump(mode="json")))
@@ -45,24 +43,23 @@ def application(
     make_policy(network, slug=reciting_config.slug, **fitting).save(folder / "fitting")
     make_policy(network, slug=reciting_config.slug).save(folder / "foreign")
     (port,) = free_ports(1)
-    with RayHead(num_cpus=2, environment={"PYTHONPATH": str(ROOT)}) as head:
-        wanted = {
-            "name": "tiny",
-            "route_prefix": "/",
-            "import_path": applications.IMPORT_PATH,
-            "args": {
-                "config": str(folder / "tiny.yaml"),
-                "model": "reciter",
-                "methods": ["plain", "ddtree"],
-                "num_cpus": 0.5,
-                "threads": 1,
-                "record_traffic": {"store": str(folder / "store"), "share": 1.0, "unit_sequences": 4},
-            },
-        }
-        applications.deploy(head.dashboard_url, wanted, http_options={"host": "127.0.0.1", "port": port})
-        applications.wait_until_running(head.dashboard_url, "tiny", 300.0)
-        yield Application(f"http://127.0.0.1:{port}", head.dashboard_url, folder)
-        applications.remove(head.dashboard_url, "tiny")
+    wanted = {
+        "name": "tiny",
+        "route_prefix": "/",
+        "import_path": applications.IMPORT_PATH,
+        "args": {
+            "config": str(folder / "tiny.yaml"),
+            "model": "reciter",
+            "methods": ["plain", "ddtree"],
+            "num_cpus": 0.5,
+            "threads": 1,
+            "record_traffic": {"store": str(folder / "store"), "share": 1.0, "unit_sequences": 4},
+        },
+    }
+    applications.deploy(ray_head.dashboard_url, wanted, http_options={"host": "127.0.0.1", "port": port})
+    applications.wait_until_running(ray_head.dashboard_url, "tiny", 300.0)
+    yield Application(f"http://127.0.0.1:{port}", ray_head.dashboard_url, folder)
+    applications.remove(ray_head.dashboard_url, "tiny")
 
 
 def run(application: Application, out: Path, *options: str) -> int:
@@ -82,7 +79,7 @@ def test_a_load_test(application: Application, tmp_path: Path) -> None:
 def test_a_short_soak_with_swaps_through_the_dashboard(application: Application, tmp_path: Path) -> None:
     policies = f"none,{application.folder / 'fitting'}"
     options = ["--policies", policies, "--dashboard", application.dashboard, "--swap-every", "0.5"]
-    code = run(application, tmp_path / "out", "--soak", "0.1", "--concurrency", "3", "--sample-every", "0.2", *options)
+    code = run(application, tmp_path / "out", "--soak", "0.05", "--concurrency", "3", "--sample-every", "0.2", *options)
     report = json.loads((tmp_path / "out" / "soak.json").read_text())
     assert code == 0, report["problems"]
     assert report["num_compared"] > 0 == report["num_differing"]
@@ -98,7 +95,7 @@ def test_a_policy_that_does_not_fit_is_a_problem_and_no_answer_is_lost(
 ) -> None:
     policies = f"none,{application.folder / 'foreign'}"
     options = ["--policies", policies, "--dashboard", application.dashboard, "--swap-every", "0.5", "--limit", "4"]
-    assert run(application, tmp_path / "out", "--soak", "0.05", "--concurrency", "2", *options) == 1
+    assert run(application, tmp_path / "out", "--soak", "0.02", "--concurrency", "2", *options) == 1
     report = json.loads((tmp_path / "out" / "soak.json").read_text())
     assert report["problems"] and all("the policy was refused" in problem for problem in report["problems"])
     assert report["num_differing"] == 0
