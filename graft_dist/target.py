@@ -17,8 +17,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,19 +238,52 @@ def read_embeddings(spec: str, *, revision: str | None = None, cache_dir: Path |
 
     Raises TargetError when they are not found.
     """
-    folder = Path(locate(spec, cache_dir))
-    if not folder.is_dir():
-        try:
-            folder = Path(snapshot_download(spec, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-            raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weight_files(spec, revision, cache_dir):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 if name.endswith("embed_tokens.weight"):
                     weight: torch.Tensor = file.get_tensor(name)
                     return weight
     raise TargetError(f"target {spec!r} has no tensor embed_tokens.weight in a safetensors file")
+
+
+def _weight_files(spec: str, revision: str | None, cache_dir: Path | str | None) -> list[Path]:
+    """The safetensors files of a target, fetched where it is a Hugging Face id."""
+    folder = Path(locate(spec, cache_dir))
+    if not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(spec, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            raise TargetError(f"target {spec!r} cannot be loaded: {_first_line(error)}") from error
+    return sorted(folder.glob("*.safetensors"))
+
+
+def read_fingerprint(
+    spec: str, *, revision: str | None = None, trust_remote_code: bool = False, cache_dir: Path | str | None = None
+) -> str:
+    """The fingerprint that a target has when it is loaded, read tensor by tensor: in little memory.
+
+    Where the files do not hold every weight under the model's own name (experts are merged while loading), the target
+    is loaded for it. Raises TargetError as `Target.load` does.
+    """
+    where: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "cache_dir": cache_dir}
+    config, tokenizer = read_architecture(spec, **where), read_tokenizer(spec, **where)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(safe_open(path, framework="pt")) for path in _weight_files(spec, revision, cache_dir)
+        ]
+        holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118 - not a dict
+        is_same = all(
+            name in holders and tuple(holders[name].get_slice(name).get_shape()) == tuple(shape)
+            for name, shape in shapes.items()
+        )
+        if is_same:
+            weights = ((name, holders[name].get_tensor(name)) for name in shapes)
+            return _fingerprint(model.config, weights, _tokenizer_sha256(tokenizer))
+    return Target.load(spec, device="cpu", **where).fingerprint
 
 
 def check_taps(spec: str, num_layers: int, tap_layers: Sequence[int]) -> None:
@@ -294,7 +327,7 @@ class Target:
         self.vocab_size: int = self._embedding.weight.shape[0]
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model, tokenizer)
         self.tokenizer_sha256 = _tokenizer_sha256(tokenizer)
-        self.fingerprint = _fingerprint(model, self.tokenizer_sha256)
+        self.fingerprint = _fingerprint(model.config, model.named_parameters(), self.tokenizer_sha256)
 
     @classmethod
     def load(
@@ -546,17 +579,17 @@ def _tokenizer_sha256(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
-def _fingerprint(model: Any, tokenizer_sha256: str) -> str:
+def _fingerprint(config: Any, weights: Iterable[tuple[str, torch.Tensor]], tokenizer_sha256: str) -> str:
     """Identity of configuration, tokenizer and weights, the same in float32 and bfloat16.
 
     Weights are sampled (64 values of each tensor, rounded to bfloat16), so that it is cheap for large models.
     """
     digest = hashlib.sha256(tokenizer_sha256.encode())
-    config = model.config.to_dict()
+    known = config.to_dict()
     for key in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
-        config.pop(key, None)
-    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in model.named_parameters():
+        known.pop(key, None)
+    digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+    for name, weight in weights:
         flat = weight.detach().reshape(-1)
         step = max(1, flat.numel() // 64)
         sample = flat[::step][:64].to(torch.bfloat16).view(torch.int16).cpu()

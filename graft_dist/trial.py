@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graft_dist.budget import BudgetPolicy
+from graft_dist.budget import BudgetPolicy, sequence_key
 from graft_dist.cost_curve import CostCurve
+from graft_dist.counter_random import uniform
 from graft_dist.edge_scorer import EdgeScorer
 from graft_dist.replay import ALL_TASKS, LOST, RecordedRounds, Walk, choose_budgets, outcomes, walk_rounds
 
@@ -98,6 +99,13 @@ class Trial:
         for prompt, row, (_, task) in zip(prompts, rows, rounds.groups, strict=True):
             own[prompt] += row
             self._tasks[prompt] = task
+
+    def take_in(self, other: Trial) -> None:
+        """Add the sums of a trial of other prompts under the same costs."""
+        for arm, sums in other._sums.items():
+            for prompt, row in sums.items():
+                self._sums[arm][prompt] += row
+        self._tasks |= other._tasks
 
     @property
     def tasks(self) -> list[str]:
@@ -188,10 +196,19 @@ def of_sequences(batches: Iterable[RecordedRounds], wanted: Mapping[str, str]) -
     """The batches' rounds of some sequences alone."""
     for rounds in batches:
         rows = np.array([at for at, sequence in enumerate(rounds.sequence_ids) if sequence in wanted], np.int64)
-        if len(rows) == len(rounds):
+        if 0 < len(rows) == len(rounds):
             yield rounds
         elif len(rows) > 0:
             yield _taken(rounds, rows)
+
+
+def thinned(rounds: RecordedRounds, share: float) -> RecordedRounds:
+    """About that share of the rounds, drawn by sequence and round: the same ones in whatever order they come."""
+    if share >= 1:
+        return rounds
+    names = zip(rounds.sequence_ids, rounds.round_indices.tolist(), strict=True)
+    drawn = [uniform(0, sequence_key(sequence), index) < share for sequence, index in names]
+    return _taken(rounds, np.flatnonzero(drawn))
 
 
 def _taken(rounds: RecordedRounds, rows: npt.NDArray[np.int64]) -> RecordedRounds:

@@ -55,13 +55,19 @@ def fixed_candidates(scorer: str, max_budget: int) -> list[Candidate]:
     return [fixed(scorer, budget) for budget in sorted({*FIXED_BUDGETS, max_budget}) if budget <= max_budget]
 
 
-def learned_candidates(scorer: str, calibrations: CalibrationFits, gain: GainFit) -> list[Candidate]:
-    """Budgets by expected gain and cost: raw and calibrated chances, and the state alone; the simpler first."""
+def learned_candidates(
+    scorer: str, calibrations: CalibrationFits, gain: GainFit, part: int | None = None
+) -> list[Candidate]:
+    """Budgets by expected gain and cost: raw and calibrated chances, and the state alone; the simpler first.
+
+    With `part`, as they were fitted without that part of the rounds.
+    """
+    best = calibrations.best
+    calibration = best.calibration if part is None else best.crossed[part]
     gains: dict[str, tuple[BudgetKind, GainModel]] = {"marginal, raw": ("marginal", AcceptanceGain())}
-    if calibrations.best.name != "raw":
-        best = calibrations.best
-        gains[f"marginal, {best.name}"] = ("marginal", AcceptanceGain(best.calibration))
-    gains["saba"] = ("saba", gain.gain)
+    if best.name != "raw":
+        gains[f"marginal, {best.name}"] = ("marginal", AcceptanceGain(calibration))
+    gains["saba"] = ("saba", gain.gain if part is None else gain.crossed[part])
     forms: tuple[Form, ...] = ("ratio", "price")
     return [
         Candidate(f"{scorer}, {name}, {form}", scorer, kind, model, form)

@@ -21,20 +21,23 @@ from graft_dist.policy import DataIdentity
 from graft_dist.prompt_text import PromptReader
 from graft_dist.prompts import LearningSplit, is_held_out, learning_split
 from graft_dist.replay import RecordedRounds
-from graft_dist.target import read_tokenizer
+from graft_dist.target import read_fingerprint, read_tokenizer
 from storage import TrajectoryStore, connect
 from storage.learning_rounds import (
     RecordedSequence,
     RoundShape,
     Source,
     hidden_size_of,
+    num_of_other_drafters,
     recorded_sequences,
+    shapes_of,
     source_of,
 )
 from storage.recorded_rounds import Selection, recorded_rounds
 from storage.trajectories import Snapshot
 
 SPLITS: tuple[LearningSplit, ...] = ("fit", "tune", "test")
+_LEAST_PROMPTS: Mapping[LearningSplit, int] = {"tune": 2, "test": 1}  # budgets are fitted to halves of the former
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class LearningData:
     splits: Mapping[LearningSplit, Sequence[RecordedSequence]]
     num_trained_on: int  # sequences left out: the drafter may have been trained on their prompts
     num_unreadable: int  # sequences left out: their prompts cannot be read back
+    num_of_other_drafters: int  # sequences left out: another drafter proposed their rounds
 
     def num_rounds(self, *splits: LearningSplit) -> int:
         """Decoded and dense rounds of some splits."""
@@ -56,10 +60,13 @@ class LearningData:
 
     def prompt_of(self, split: LearningSplit) -> dict[str, str]:
         """Sequence ids of a split, each with a name of what was asked: prompt ids are unique within a run only."""
-        return {
-            sequence.sequence_id: hashlib.sha256(repr(sequence.prompt_token_ids).encode()).hexdigest()[:16]
-            for sequence in self.splits[split]
-        }
+        return {sequence.sequence_id: _prompt_name(sequence) for sequence in self.splits[split]}
+
+    def halves(self, split: LearningSplit) -> list[dict[str, str]]:
+        """`prompt_of` the sequences with decoded rounds in two parts, each with half of the prompts."""
+        names = {each.sequence_id: _prompt_name(each) for each in self.splits[split] if each.num_decoded > 0}
+        first = set(sorted(set(names.values()))[::2])
+        return [{key: name for key, name in names.items() if (name in first) == side} for side in (True, False)]
 
     @property
     def identity(self) -> DataIdentity:
@@ -76,6 +83,10 @@ class LearningData:
         )
 
 
+def _prompt_name(sequence: RecordedSequence) -> str:
+    return hashlib.sha256(repr(sequence.prompt_token_ids).encode()).hexdigest()[:16]
+
+
 def decoded_rounds(data: LearningData, root: str, slug: str, split: LearningSplit) -> Iterator[RecordedRounds]:
     """Stream a split's decoded rounds, with hidden states if the data's shape has them."""
     shape = data.shape
@@ -83,6 +94,7 @@ def decoded_rounds(data: LearningData, root: str, slug: str, split: LearningSpli
         target=slug,
         prompt_ids=sorted({sequence.prompt_id for sequence in data.splits[split]}),
         kind="decoded",
+        drafter=data.drafter_fingerprint,
     )
     with closing(connect(root, snapshot=data.snapshot)) as connection:
         for rounds in recorded_rounds(connection, selection, with_hidden=shape.num_hidden > 0):
@@ -114,13 +126,20 @@ def read_learning_data(
         needs_hidden: only rounds that were recorded with the drafter's hidden states.
 
     Raises:
-        StoreError: another target, another drafter, no usable sequence, or too few rounds; one sentence.
+        StoreError: another target, only other drafters, no usable sequence, or too few rounds; one sentence.
     """
     folder = checkpoint_folder(config.drafter, config.drafter_revision)
     drafter = read_config(folder)
     drafter_fingerprint = fingerprint(drafter, read_tensors(folder)[0])
     with closing(connect(root, snapshot=snapshot)) as connection:
         source = source_of(connection, config.slug)
+        where: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        target_fingerprint = read_fingerprint(config.target, **where)
+        if target_fingerprint != source.target_fingerprint:
+            raise StoreError(
+                f"the store's rounds of {config.slug} were decoded by target {source.target_fingerprint[:12]}, the "
+                f"configuration's target is {target_fingerprint[:12]}: use another store for it"
+            )
         if drafter_fingerprint not in source.drafter_fingerprints:
             raise StoreError(
                 f"the store's rounds of {config.slug} were drafted by {', '.join(source.drafter_fingerprints)}, the "
@@ -132,21 +151,31 @@ def read_learning_data(
                 "--gate-rank needs rounds with the drafter's hidden states, and the store has none: collect with "
                 "--hidden"
             )
-        shape = _shape(source, drafter.draft_depth, num_hidden)
+        shapes = shapes_of(connection, config.slug, drafter_fingerprint)
+        shape = _shape(shapes, drafter.draft_depth, num_hidden)
         sequences = recorded_sequences(connection, config.slug, drafter_fingerprint, shape)
+        num_others = num_of_other_drafters(connection, config.slug, drafter_fingerprint)
     splits, num_trained_on, num_unreadable = _split(config, sequences, every_prompt)
     data = LearningData(
-        snapshot, source, drafter_fingerprint, drafter.hidden_size, shape, splits, num_trained_on, num_unreadable
+        snapshot=snapshot,
+        source=source,
+        drafter_fingerprint=drafter_fingerprint,
+        hidden_size=drafter.hidden_size,
+        shape=shape,
+        splits=splits,
+        num_trained_on=num_trained_on,
+        num_unreadable=num_unreadable,
+        num_of_other_drafters=num_others,
     )
     _check_enough(data, len(sequences), min_rounds)
     return data
 
 
-def _shape(source: Source, depth: int, num_hidden: int) -> RoundShape:
+def _shape(shapes: Sequence[tuple[int, int, int]], depth: int, num_hidden: int) -> RoundShape:
     """The most frequent shape that a tree can be learned on."""
-    fitting = [(rows, width) for rows, width, _ in source.shapes if rows == depth and width >= 2]
+    fitting = [(rows, width) for rows, width, _ in shapes if rows == depth and width >= 2]
     if not fitting:
-        found = ", ".join(f"{rows} x {width}" for rows, width, _ in source.shapes)
+        found = ", ".join(f"{rows} x {width}" for rows, width, _ in shapes)
         raise StoreError(
             f"the store has rounds of {found} candidates (depths x candidates each), the drafter proposes {depth} "
             "depths and a tree needs at least 2 candidates: collect with --method ddtree"
@@ -186,9 +215,10 @@ def _check_enough(data: LearningData, num_sequences: int, min_rounds: int) -> No
     num_fit = data.num_rounds("fit")
     if num_fit < min_rounds:
         raise StoreError(f"there are only {num_fit} rounds to fit on, and --min-rounds asks for {min_rounds}")
-    for split in ("tune", "test"):
-        if not any(sequence.num_decoded for sequence in data.splits[split]):
+    for split, least in _LEAST_PROMPTS.items():
+        num_prompts = len({sequence.prompt_token_ids for sequence in data.splits[split] if sequence.num_decoded > 0})
+        if num_prompts < least:
             raise StoreError(
-                f"no prompt of the {split} split has decoded rounds, so that policies cannot be compared: collect more "
-                "prompts"
+                f"{num_prompts} prompts of the {split} split have decoded rounds, and {least} are needed to compare "
+                "policies: collect more prompts"
             )

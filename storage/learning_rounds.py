@@ -54,7 +54,6 @@ class Source:
     target_spec: str
     target_fingerprint: str
     drafter_fingerprints: tuple[str, ...]  # sorted
-    shapes: tuple[tuple[int, int, int], ...]  # (D, K, number of rounds), the most frequent first
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,8 @@ def source_of(connection: duckdb.DuckDBPyConnection, target: str) -> Source:
     Raises:
         StoreError: the store holds no drafted rounds of it; says what it holds instead.
     """
-    shapes = connection.execute(
-        """SELECT len(candidate_ids), len(candidate_ids[1]), count(*) FROM rounds
-           WHERE target = ? AND len(candidate_ids) > 0 GROUP BY ALL ORDER BY 3 DESC, 1, 2""",
-        [target],
-    ).fetchall()
-    if not shapes:
+    drafted = "SELECT 1 FROM rounds WHERE target = ? AND len(candidate_ids) > 0 LIMIT 1"
+    if not connection.execute(drafted, [target]).fetchall():
         others = [row[0] for row in connection.execute("SELECT DISTINCT target FROM rounds ORDER BY 1").fetchall()]
         held = f"it holds rounds of {', '.join(others)}" if others else "it holds no rounds at all"
         raise StoreError(f"the store holds no drafted rounds of {target} to learn from: {held}; collect some first")
@@ -95,7 +90,29 @@ def source_of(connection: duckdb.DuckDBPyConnection, target: str) -> Source:
     specs, targets = sorted({row[0] for row in rows}), sorted({row[1] for row in rows})
     if len(targets) != 1:
         raise StoreError(f"the store's rounds of {target} come from {len(targets)} different models: use another store")
-    return Source(specs[0], targets[0], tuple(sorted({row[2] for row in rows})), tuple(shapes))
+    return Source(specs[0], targets[0], tuple(sorted({row[2] for row in rows})))
+
+
+def shapes_of(
+    connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str
+) -> list[tuple[int, int, int]]:
+    """Return (D, K, number of rounds) of the shapes that a drafter's rounds have, the most frequent first."""
+    return connection.execute(
+        """SELECT len(candidate_ids), len(candidate_ids[1]), count(*)
+           FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
+           WHERE rounds.target = ? AND drafter_fingerprint = ? AND len(candidate_ids) > 0
+           GROUP BY ALL ORDER BY 3 DESC, 1, 2""",
+        [target, drafter_fingerprint],
+    ).fetchall()
+
+
+def num_of_other_drafters(connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str) -> int:
+    """Return how many sequences of a target were decoded with another drafter."""
+    row = connection.execute(
+        "SELECT count(*) FROM sequences WHERE target = ? AND error IS NULL AND drafter_fingerprint <> ?",
+        [target, drafter_fingerprint],
+    ).fetchone()
+    return 0 if row is None else int(row[0])
 
 
 def hidden_size_of(connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str) -> int:
@@ -190,8 +207,8 @@ class Timed:
         return self.hardware if self.batch_size == 1 else f"{self.hardware}, share of {self.batch_size} sequences"
 
 
-def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str) -> Iterator[Timed]:
-    """Yield the timed rounds of the busiest hardware, those that say most of decoding first.
+def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str) -> Iterator[Timed]:
+    """Yield a drafter's timed rounds, and those without any drafter, of the busiest hardware: the most telling first.
 
     Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of the latter choose
     a token at every node, decoding only on the path), and then the busiest. The first drafted round of a sequence is
@@ -202,14 +219,14 @@ def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str) -> Iterator
         """WITH timed AS (
                SELECT hardware, batch_size, temperature > 0 AS is_sampled, len(candidate_ids) > 0 AS is_drafted
                FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
-               WHERE rounds.target = ? AND kind = 'decoded'
+               WHERE rounds.target = ? AND kind = 'decoded' AND coalesce(drafter_fingerprint = ?, true)
            ), busiest AS (
                SELECT hardware FROM timed WHERE is_drafted GROUP BY hardware ORDER BY count(*) DESC, hardware LIMIT 1
            )
            SELECT hardware, batch_size, is_sampled FROM timed SEMI JOIN busiest USING (hardware)
            GROUP BY hardware, batch_size, is_sampled
            ORDER BY (batch_size > 1), is_sampled, count(*) DESC, batch_size""",
-        [target],
+        [target, drafter_fingerprint],
     ).fetchall()
     for hardware, batch_size, is_sampled in groups:
         table = connection.sql(
@@ -226,10 +243,17 @@ def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str) -> Iterator
                FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
                    LEFT JOIN first USING (unit_id, attempt, sequence_id)
                WHERE rounds.target = $target AND kind = 'decoded' AND hardware = $hardware AND batch_size = $size
+                   AND coalesce(drafter_fingerprint = $drafter, true)
                    AND (temperature > 0) = $is_sampled AND round_index IS DISTINCT FROM first_drafted
                    AND (len(candidate_ids) > 0) = (round(batch_rows / batch_size) > 1)
                ORDER BY unit_id, sequence_id, round_index LIMIT {_MOST_TIMED}""",
-            params={"target": target, "hardware": hardware, "size": batch_size, "is_sampled": is_sampled},
+            params={
+                "target": target,
+                "drafter": drafter_fingerprint,
+                "hardware": hardware,
+                "size": batch_size,
+                "is_sampled": is_sampled,
+            },
         ).to_arrow_table()
         columns = ("budget", "round_ms", "undrafted_ms", "context_length", "sequence_key")
         yield Timed(hardware, batch_size, TimedRounds(*(table[name].to_numpy() for name in columns)))

@@ -34,6 +34,7 @@ class Selection:
     task: str | None = None
     prompt_ids: Sequence[str] | None = None
     kind: str | None = None  # decoded or dense
+    drafter: str | None = None  # fingerprint
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ WITH placed AS (
     WHERE ($target IS NULL OR r.target = $target) AND ($task IS NULL OR s.task = $task)
         AND ($prompt_ids IS NULL OR s.prompt_id IN (SELECT unnest($prompt_ids::VARCHAR[])))
         AND ($kind IS NULL OR r.kind = $kind)
+        AND ($drafter IS NULL OR s.drafter_fingerprint = $drafter)
 )
 """
 
@@ -157,7 +159,13 @@ def recorded_timings(connection: duckdb.DuckDBPyConnection, selection: Selection
 
 def _parameters(selection: Selection) -> dict[str, object]:
     prompt_ids = None if selection.prompt_ids is None else list(selection.prompt_ids)
-    return {"target": selection.target, "task": selection.task, "prompt_ids": prompt_ids, "kind": selection.kind}
+    return {
+        "target": selection.target,
+        "task": selection.task,
+        "prompt_ids": prompt_ids,
+        "kind": selection.kind,
+        "drafter": selection.drafter,
+    }
 
 
 def _to_rounds(table: pa.Table, depth: int, width: int, num_hidden: int) -> RecordedRounds:

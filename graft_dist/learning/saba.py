@@ -2,9 +2,12 @@
 
 Since trees are nested and the target's continuation does not depend on them, a replayed round shows its whole curve of
 tokens by budget (`Observations`). From those: the parameters of `PowerGain`, and the chance that a node is accepted as
-a monotone map of its path score and the round's state. Costs come from timed rounds alone. Every fit is judged on
-rounds that it has not seen; the caller splits by prompt. Rounds with a state or scores that are not finite, or without
-a tree, are left out and counted.
+a monotone map of its path score and the round's state. Costs come from timed rounds alone.
+
+Every fit is judged on rounds that it has not seen. Gains and calibrations are fitted crosswise for that: the caller
+cuts the rounds into parts of different prompts, none of which the scorer was fitted on, and each part is judged by what
+the others taught; what is kept at last is fitted to all parts. Rounds with a state or scores that are not finite, or
+without a tree, are left out and counted.
 
 Letters: S rounds, N nodes of a tree, D draft depth, B budget, M nodes over all rounds.
 """
@@ -119,38 +122,63 @@ def _known_hist(observed: Observations) -> tuple[FloatArray, float]:
     return np.where(is_known, observed.hist, first), first
 
 
+def _others(parts: Sequence[Observations]) -> list[Observations]:
+    """For each part all the others together.
+
+    Raises:
+        PolicyError: fewer than two parts, or one without rounds.
+    """
+    if len(parts) < 2 or not all(len(part) for part in parts):
+        sizes = ", ".join(str(len(part)) for part in parts) or "none"
+        raise PolicyError(
+            f"budgets are fitted crosswise to at least two parts with trees, and there are parts of {sizes} rounds"
+        )
+    return [join_observations([*parts[:at], *parts[at + 1 :]]) for at in range(len(parts))]
+
+
 # ---- gain
 
 
 @dataclass(frozen=True)
 class GainFit:
-    """`PowerGain` as it was fitted, judged on held-out rounds by root mean square error in tokens."""
+    """`PowerGain` as it was fitted, judged crosswise by root mean square error in tokens."""
 
-    gain: PowerGain
+    gain: PowerGain  # fitted to all parts
+    crossed: tuple[PowerGain, ...]  # for each part, fitted to the others
     error: float
     constant_error: float  # of the best a and beta that no state enters
-    curve: tuple[tuple[int, float, float], ...]  # budget, mean tokens observed, mean tokens expected; held-out
-    num_rounds: int  # fitted on
+    curve: tuple[tuple[int, float, float], ...]  # budget, mean tokens observed, mean tokens expected; crosswise
+    num_rounds: int  # of all parts
 
 
-def fit_gain(observed: Observations, held_out: Observations) -> GainFit:
+def fit_gain(parts: Sequence[Observations]) -> GainFit:
     """Fit a(s) and beta(s) of `1 + a B^beta` to the observed curves by least squares over rounds and budgets.
 
     Raises:
-        PolicyError: there are no rounds on either side.
+        PolicyError: fewer than two parts, or one without rounds.
     """
-    _check_rounds(observed, held_out)
-    hist, first_hist = _known_hist(observed)
-    states = np.stack([observed.conf, observed.degen, hist], axis=1)
-    constant = _fit_power(observed, np.zeros_like(states), first_hist)
-    gain = _fit_power(observed, states, first_hist)
-    return GainFit(
-        gain=gain,
-        error=_gain_error(gain, held_out),
-        constant_error=_gain_error(constant, held_out),
-        curve=_gain_curve(gain, held_out),
-        num_rounds=len(observed),
+    others, every = _others(parts), join_observations(parts)
+    crossed = tuple(_fit_state_gain(other) for other in others)
+    constant = [_fit_power(other, np.zeros((len(other), 3)), _known_hist(other)[1]) for other in others]
+    budgets = _budgets_of(every)
+    expected = np.concatenate([_expected(gain, part, budgets) for gain, part in zip(crossed, parts, strict=True)])
+    flat = np.concatenate([_expected(gain, part, budgets) for gain, part in zip(constant, parts, strict=True)])
+    curve = zip(
+        budgets.tolist(), every.tokens[:, budgets].mean(axis=0).tolist(), expected.mean(axis=0).tolist(), strict=True
     )
+    return GainFit(
+        gain=_fit_state_gain(every),
+        crossed=crossed,
+        error=_gain_error(expected, every, budgets),
+        constant_error=_gain_error(flat, every, budgets),
+        curve=tuple(curve),
+        num_rounds=len(every),
+    )
+
+
+def _fit_state_gain(observed: Observations) -> PowerGain:
+    hist, first_hist = _known_hist(observed)
+    return _fit_power(observed, np.stack([observed.conf, observed.degen, hist], axis=1), first_hist)
 
 
 def _budgets_of(observed: Observations) -> IntArray:
@@ -199,17 +227,9 @@ def _expected(gain: PowerGain, observed: Observations, budgets: IntArray) -> Flo
     return 1 + np.exp(a)[:, None] * budgets ** (1 / (1 + np.exp(-beta)))[:, None]
 
 
-def _gain_error(gain: PowerGain, observed: Observations) -> float:
-    budgets = _budgets_of(observed)
+def _gain_error(expected: FloatArray, observed: Observations, budgets: IntArray) -> float:
     is_shown = budgets <= observed.num_nodes[:, None]
-    error = _expected(gain, observed, budgets) - observed.tokens[:, budgets]
-    return float(np.sqrt((error**2)[is_shown].mean()))
-
-
-def _gain_curve(gain: PowerGain, observed: Observations) -> tuple[tuple[int, float, float], ...]:
-    budgets = _budgets_of(observed)
-    expected, tokens = _expected(gain, observed, budgets).mean(axis=0), observed.tokens[:, budgets].mean(axis=0)
-    return tuple(zip(budgets.tolist(), tokens.tolist(), expected.tolist(), strict=True))
+    return float(np.sqrt(((expected - observed.tokens[:, budgets]) ** 2)[is_shown].mean()))
 
 
 # ---- calibration
@@ -226,10 +246,11 @@ class ReliabilityBin:
 
 @dataclass(frozen=True)
 class CalibrationFit:
-    """One calibration, judged on held-out nodes."""
+    """One calibration, judged crosswise."""
 
     name: str  # raw, piecewise or state
-    calibration: Calibration
+    calibration: Calibration  # fitted to all parts
+    crossed: tuple[Calibration, ...]  # for each part, fitted to the others
     log_loss: float  # mean over nodes, in nats
     error: float  # expected calibration error: mean over nodes of their bin's |predicted - observed|
     bins: tuple[ReliabilityBin, ...]
@@ -240,29 +261,33 @@ class CalibrationFits:
     """All calibrations that were tried."""
 
     fits: tuple[CalibrationFit, ...]
-    num_rounds: int  # fitted on
+    num_rounds: int  # of all parts
     num_left_out: int
 
     @property
     def best(self) -> CalibrationFit:
-        """The one with the lowest held-out log loss; the simpler one of equals."""
+        """The one with the lowest log loss; the simpler one of equals."""
         return min(self.fits, key=lambda fit: fit.log_loss)
 
 
-def fit_calibrations(observed: Observations, held_out: Observations) -> CalibrationFits:
+def fit_calibrations(parts: Sequence[Observations]) -> CalibrationFits:
     """Fit and judge: the scores as they come, a curve over the score, and one over the score shifted by the state.
 
     Raises:
-        PolicyError: there are no rounds on either side.
+        PolicyError: fewer than two parts, or one without rounds.
     """
-    _check_rounds(observed, held_out)
-    tried: Mapping[str, Calibration] = {
-        "raw": RawProbabilities(),
-        "piecewise": fit_piecewise(observed),
-        "state": fit_state(observed),
+    others, every = _others(parts), join_observations(parts)
+    tried: Mapping[str, Callable[[Observations], Calibration]] = {
+        "raw": lambda observed: RawProbabilities(),
+        "piecewise": fit_piecewise,
+        "state": fit_state,
     }
-    fits = tuple(judge_calibration(name, calibration, held_out) for name, calibration in tried.items())
-    return CalibrationFits(fits, len(observed), observed.num_left_out + held_out.num_left_out)
+    fits = []
+    for name, fit in tried.items():
+        crossed = tuple(fit(other) for other in others)
+        judged = [node_chances(calibration, part) for calibration, part in zip(crossed, parts, strict=True)]
+        fits.append(CalibrationFit(name, fit(every), crossed, *_judge(np.concatenate(judged), every)))
+    return CalibrationFits(tuple(fits), len(every), every.num_left_out)
 
 
 def fit_piecewise(observed: Observations) -> PiecewiseCalibration:
@@ -288,16 +313,15 @@ def fit_state(observed: Observations) -> StateCalibration:
     return StateCalibration((float(weights[0]), float(weights[1]), float(weights[2])), scores, chances, first_hist)
 
 
-def judge_calibration(name: str, calibration: Calibration, held_out: Observations) -> CalibrationFit:
-    """Measure a calibration on held-out nodes."""
-    is_node = np.isfinite(held_out.scores)
-    chances = node_chances(calibration, held_out)[is_node]
-    accepted = held_out.is_accepted[is_node].astype(np.float64)
-    kept = np.clip(chances, _TINY, 1 - _TINY)
+def _judge(chances: FloatArray, observed: Observations) -> tuple[float, float, tuple[ReliabilityBin, ...]]:
+    """Log loss, error and bins of the chances [S, N] that every node was given; see `CalibrationFit`."""
+    is_node = np.isfinite(observed.scores)
+    given, accepted = chances[is_node], observed.is_accepted[is_node].astype(np.float64)
+    kept = np.clip(given, _TINY, 1 - _TINY)
     log_loss = float(-(accepted * np.log(kept) + (1 - accepted) * np.log1p(-kept)).mean())
-    bins = reliability(chances, accepted)
-    off = sum(one.num_nodes * abs(one.predicted - one.observed) for one in bins) / len(chances)
-    return CalibrationFit(name, calibration, log_loss, float(off), bins)
+    bins = reliability(given, accepted)
+    off = sum(one.num_nodes * abs(one.predicted - one.observed) for one in bins) / len(given)
+    return log_loss, float(off), bins
 
 
 def node_chances(calibration: Calibration, observed: Observations) -> FloatArray:
@@ -367,12 +391,6 @@ def _minimise(loss: Callable[[], torch.Tensor], parameters: list[torch.Tensor]) 
         return value
 
     optimizer.step(closure)
-
-
-def _check_rounds(observed: Observations, held_out: Observations) -> None:
-    for name, part in (("training", observed), ("held-out", held_out)):
-        if len(part) == 0:
-            raise PolicyError(f"there are no {name} rounds with a tree to fit budgets to")
 
 
 # ---- cost

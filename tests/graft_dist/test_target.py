@@ -22,6 +22,7 @@ from graft_dist.target import (
     greedy_tokens,
     locate,
     read_architecture,
+    read_fingerprint,
     read_tokenizer,
     refusal,
     tree_mask,
@@ -141,6 +142,16 @@ def test_fingerprint(tmp_path: Path, tiny_folder: Callable, tiny_llama: Target) 
     other = Target.load(str(save_tiny_model(tmp_path / "other", "llama", seed=1)), dtype="float32", device="cpu")
     assert other.fingerprint != tiny_llama.fingerprint
     assert other.tokenizer_sha256 == tiny_llama.tokenizer_sha256
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_fingerprint_can_be_read_without_loading(
+    model_type: str, tiny_target: Callable, tiny_folder: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = tiny_target(model_type).fingerprint
+    if model_type != "qwen3_moe":  # whose experts are merged while it is loaded
+        monkeypatch.setattr(Target, "load", None)
+    assert read_fingerprint(str(tiny_folder(model_type))) == expected
 
 
 REFUSED = {

@@ -10,7 +10,7 @@ import pytest
 from graft_dist.budget import FixedBudget
 from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
-from graft_dist.trial import Arm, gain_curves, run_trial
+from graft_dist.trial import Arm, gain_curves, run_trial, thinned
 from tests.graft_dist.test_replay import rounds_of
 
 COST = CostCurve((0, 1, 6), (10.0, 11.0, 16.0), "by hand")
@@ -52,6 +52,33 @@ def test_comparisons_draw_prompts() -> None:
     assert (found.low, found.high) == (pytest.approx(of_b), pytest.approx(of_a))
     alone = trial.compare("fixed 6", "fixed 3", "chat")
     assert alone.low == alone.ratio == alone.high == pytest.approx(of_b)
+
+
+def test_trials_of_different_prompts_are_one_trial() -> None:
+    scorers = {"marginal": MarginalScorer()}
+    whole = run_trial([ROUNDS], PROMPTS, scorers, ARMS, COST, 6)
+    parts = [
+        run_trial([ROUNDS], {key: name for key, name in PROMPTS.items() if name == prompt}, scorers, ARMS, COST, 6)
+        for prompt in ("b", "a")
+    ]
+    parts[0].take_in(parts[1])
+    for arm in ("fixed 0", "fixed 6"):
+        assert [parts[0].row(arm, task) for task in whole.tasks] == [whole.row(arm, task) for task in whole.tasks]
+    assert parts[0].compare("fixed 6", "fixed 3") == whole.compare("fixed 6", "fixed 3")
+
+
+def test_a_sample_is_even_and_does_not_depend_on_the_order() -> None:
+    """Rounds of an old and of a new run, of which three tenths are wanted: as many of each, wherever they stand."""
+    ids = [f"{'old' if at < 2000 else 'new'}-{at % 2000 // 50}" for at in range(4000)]
+    indices, conf = np.arange(4000, dtype=np.int32) % 50, np.arange(4000, dtype=np.float32)
+    rounds = rounds_of([[5, 7]] * 4000, [9] * 4000, sequence_ids=ids, round_indices=indices, conf=conf)
+    kept = thinned(rounds, 0.3)
+    counts = [sum(name.startswith(run) for name in kept.sequence_ids) for run in ("old", "new")]
+    assert counts == pytest.approx([600, 600], abs=60)
+    backwards = np.arange(4000)[::-1]
+    turned = replace(rounds, sequence_ids=ids[::-1], round_indices=indices[backwards], conf=conf[backwards])
+    assert thinned(turned, 0.3).conf.tolist() == kept.conf.tolist()[::-1]
+    assert thinned(rounds, 1.0) is rounds
 
 
 def test_gain_by_difficulty() -> None:

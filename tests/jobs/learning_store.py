@@ -6,6 +6,7 @@ put one story's token under the other's. Who knows which token follows which fin
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,9 +48,16 @@ def prompt_texts(num_prompts: int) -> list[str]:
 
 
 def write_store(
-    root: Path, config: TargetConfig, target: Target, drafter_fingerprint: str, num_prompts: int = 42
+    root: Path,
+    config: TargetConfig,
+    target: Target,
+    drafter_fingerprint: str,
+    *,
+    run_id: str = "run-1",
+    num_prompts: int = 42,
+    slower: int = 1,
 ) -> None:
-    """Commit one unit of decoded and dense rounds of every prompt."""
+    """Commit one unit of decoded and dense rounds of every prompt; `slower` multiplies the time of verifying."""
     random = np.random.default_rng(0)
     follows = successors()
     sequences: list[SequenceRecord] = []
@@ -61,6 +69,7 @@ def write_store(
         while len(words) < LENGTH:
             words.append(int(follows[words[-1]]))
         own = _rounds(name, len(ids), words, follows, random)
+        own = [replace(record, verify_ns=slower * record.verify_ns) for record in own]
         rounds += own
         decoded = [record for record in own if record.kind == "decoded"]
         sequences.append(
@@ -92,9 +101,9 @@ def write_store(
     )
     store = TrajectoryStore(root)
     dataset = {"target_fingerprint": target.fingerprint, "tokenizer_sha256": target.tokenizer_sha256}
-    turn = store.begin("run-1", config.slug, dataset)
-    key = UnitKey(unit_id="unit-1", attempt="attempt-1", run_id="run-1")
-    store.commit(store.write_unit(key, provenance, sequences, rounds), "run-1", turn)
+    turn = store.begin(run_id, config.slug, dataset)
+    key = UnitKey(unit_id=f"unit-{run_id}", attempt="attempt-1", run_id=run_id)
+    store.commit(store.write_unit(key, provenance, sequences, rounds), run_id, turn)
 
 
 def _rounds(

@@ -16,8 +16,10 @@ from storage.learning_rounds import (
     RoundShape,
     Source,
     Timed,
+    num_of_other_drafters,
     recorded_sequences,
     round_records,
+    shapes_of,
     source_of,
     timed_rounds,
 )
@@ -32,7 +34,8 @@ def root(tmp_path: Path) -> Path:
 
 def test_where_rounds_come_from(root: Path, tmp_path: Path) -> None:
     with connect(root, threads=1) as connection:
-        assert source_of(connection, "tiny") == Source("org/tiny", "t-1", ("d-1",), ((2, 3, 6),))
+        assert source_of(connection, "tiny") == Source("org/tiny", "t-1", ("d-1",))
+        assert shapes_of(connection, "tiny", "d-1") == [(2, 3, 6)]
         with pytest.raises(StoreError, match="no drafted rounds of large to learn from: it holds rounds of tiny"):
             source_of(connection, "large")
     with connect(tmp_path / "none", threads=1) as connection, pytest.raises(StoreError, match="no rounds at all"):
@@ -73,8 +76,8 @@ def test_records_are_what_was_written(tmp_path: Path) -> None:
 
 def test_timings_of_the_busiest_hardware(root: Path) -> None:
     with connect(root, threads=1) as connection:
-        (timed,) = timed_rounds(connection, "tiny")
-        assert list(timed_rounds(connection, "large")) == []
+        (timed,) = timed_rounds(connection, "tiny", "d-1")
+        assert list(timed_rounds(connection, "large", "d-1")) == []
     assert (timed.hardware, timed.batch_size, timed.label) == ("cpu", 1, "cpu")
     assert rows_of(timed) == [(0, 5.0, 4.9, 12), (4, 10.0, 8.9, 13)]
 
@@ -103,11 +106,29 @@ def test_rounds_that_costs_are_fitted_on(tmp_path: Path) -> None:
     key = UnitKey(unit_id="u", attempt="a", run_id="run")
     store.commit(store.write_unit(key, PROVENANCE, sequences, rounds), "run", turn)
     with connect(tmp_path, threads=1) as connection:
-        alone, warm, pair = timed_rounds(connection, "tiny")
+        alone, warm, pair = timed_rounds(connection, "tiny", "d-1")
     assert rows_of(alone) == [(0, 3.0, 2.9, 10), (0, 5.0, 4.9, 10), (2, 6.0, 4.9, 14), (4, 6.0, 4.9, 40)]
     assert len(set(alone.rounds.sequence_keys.tolist())) == 2
     assert rows_of(warm) == [(2, 6.0, 4.9, 12)]
     assert rows_of(pair) == [(2, 3.0, 2.45, 12)] and pair.label == "cpu, share of 2 sequences"
+
+
+def test_another_drafters_rounds_are_not_mixed_in(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin("run", "tiny", DATASET)
+    drafted = (("old", "d-1", 50_000_000), ("new", "d-2", 3_000_000), ("plain", None, 2_000_000))
+    for at, (name, drafter, verify_ns) in enumerate(drafted):
+        provenance = replace(PROVENANCE, drafter_fingerprint=drafter)
+        rounds = [make_round(name, index, verify_ns=verify_ns) for index in range(3)]
+        if drafter is None:
+            rounds = [undrafted(name, index, batch_rows=1, draft_ns=0, verify_ns=verify_ns) for index in range(3)]
+        key = UnitKey(unit_id=name, attempt="a", run_id="run")
+        store.commit(store.write_unit(key, provenance, [make_sequence(name, 3)], rounds), "run", turn + at)
+    with connect(tmp_path, threads=1) as connection:
+        assert shapes_of(connection, "tiny", "d-2") == [(2, 3, 3)] and shapes_of(connection, "tiny", "d-3") == []
+        assert num_of_other_drafters(connection, "tiny", "d-2") == 1
+        (timed,) = timed_rounds(connection, "tiny", "d-2")
+    assert sorted(set(timed.rounds.undrafted_ms.round(1).tolist())) == [2.9, 3.9]
 
 
 def rows_of(timed: Timed) -> list[tuple[float, ...]]:

@@ -73,7 +73,7 @@ def test_what_was_learned_decodes(tiny_llama: Target, tmp_path: Path) -> None:
     scorer = TdesScorer(fitted.network, tiny_llama.embedding_weight)
     rounds = as_rounds(records, num_left)
     seen = observe(rounds, walk_rounds(rounds, scorer, BUDGET), BUDGET)
-    calibration = fit_calibrations(seen, seen).best.calibration
+    calibration = fit_calibrations([seen, seen]).best.calibration
     policy = GraftPolicy(
         slug="tiny",
         target_fingerprint=tiny_llama.fingerprint,

@@ -20,7 +20,6 @@ from graft_dist.learning.saba import (
     fit_piecewise,
     fit_state,
     join_observations,
-    judge_calibration,
     node_chances,
     observe,
     reliability,
@@ -88,7 +87,7 @@ def test_the_square_root_is_found() -> None:
     """Every round accepts its first node, and 414 of 1000 the second: 1 + B^.5."""
     accepted = [[1, int(at < 414)] for at in range(1000)]
     rounds = seen([[-0.1, -1.0]] * 1000, accepted)
-    fit = fit_gain(rounds, rounds)
+    fit = fit_gain([rounds, rounds])
     a, beta = fit.gain.a_and_beta(STATE)
     assert (a, beta) == (pytest.approx(1.0, abs=1e-3), pytest.approx(0.5, abs=2e-3))
     assert [budget for budget, _, _ in fit.curve] == [1, 2]
@@ -101,7 +100,7 @@ def test_the_state_is_found_where_it_decides() -> None:
     """Confident rounds accept 8 of 10 first nodes, the others 2 of 10: a = .2 * 4^conf."""
     accepted = [[int(at < 2)] for at in range(10)] + [[int(at < 8)] for at in range(10)]
     rounds = seen([[-0.5]] * 20, accepted, conf=np.repeat([0.0, 1.0], 10), hist=np.tile([0.0, 3.0], 10))
-    fit = fit_gain(rounds, rounds)
+    fit = fit_gain([rounds, rounds])
     assert fit.gain.a_weights[:2] == (pytest.approx(log(0.2), abs=0.01), pytest.approx(log(4), abs=0.01))
     assert fit.gain.a_weights[2] == 0.0, "a state that never changes has no weight"
     assert fit.gain.first_hist == 3.0
@@ -111,7 +110,7 @@ def test_the_state_is_found_where_it_decides() -> None:
 def test_budgets_beyond_a_tree_do_not_count() -> None:
     """Two short trees that end at node 1 must not tell the curve that budget 2 brings nothing."""
     rounds = seen([[-0.1, -0.2]] * 2 + [[-0.1, np.nan]] * 2, [[1, 1]] * 2 + [[1, 0]] * 2)
-    a, beta = fit_gain(rounds, rounds).gain.a_and_beta(STATE)
+    a, beta = fit_gain([rounds, rounds]).gain.a_and_beta(STATE)
     assert a == pytest.approx(1.0, abs=0.01) and beta > 0.95
 
 
@@ -128,11 +127,11 @@ def test_a_piecewise_curve_by_hand() -> None:
     assert curve.probabilities(np.log([0.5, 0.25, 0.125]).astype(np.float32), STATE) == pytest.approx(
         [0.75, 3 / 16, 3 / 16], abs=1e-6
     )
-    raw = judge_calibration("raw", RawProbabilities(), rounds)
+    raw = fit_calibrations([rounds, rounds]).fits[0]
     assert raw.error == pytest.approx((abs(0.5 - 0.75) + abs(0.25 - 0.125) + abs(0.125 - 0.25)) / 3, abs=1e-6)
     by_hand = [6 * log(0.5) + 2 * log(0.5), log(0.25) + 7 * log(0.75), 2 * log(0.125) + 6 * log(0.875)]
     assert raw.log_loss == pytest.approx(-sum(by_hand) / 24, abs=1e-6)
-    assert [one.num_nodes for one in raw.bins] == [8, 8, 8]
+    assert [one.num_nodes for one in raw.bins] == [16, 16, 16]
 
 
 def test_reliability_bins() -> None:
@@ -152,14 +151,13 @@ def drawn(number: int, conf_weight: float, seed: int) -> Observations:
 
 
 def test_the_state_shifts_scores_where_it_matters() -> None:
-    training, held_out = drawn(6000, 2.0, 0), drawn(4000, 2.0, 1)
-    fits = fit_calibrations(training, held_out)
+    fits = fit_calibrations([drawn(5000, 2.0, 0), drawn(5000, 2.0, 1)])
     by_name = {fit.name: fit for fit in fits.fits}
     assert fits.best.name == "state" and isinstance(fits.best.calibration, StateCalibration)
     assert fits.best.calibration.weights[0] == pytest.approx(2.0, rel=0.1)
     assert by_name["state"].log_loss < by_name["piecewise"].log_loss < by_name["raw"].log_loss
     assert by_name["state"].error < 0.01 and by_name["piecewise"].error < 0.02
-    assert sum(one.num_nodes for one in fits.best.bins) == 8 * 4000
+    assert sum(one.num_nodes for one in fits.best.bins) == 8 * 10000
     # Monotone: a higher score or more confidence never has the lower chance.
     scores = np.linspace(-9, 0, 50).astype(np.float32)
     low, high = (fits.best.calibration.probabilities(scores, DraftState(conf, 0, 0, 0, 0, 0, 0)) for conf in (0.2, 0.9))
@@ -180,14 +178,27 @@ def test_chances_beyond_a_tree_are_unknown() -> None:
     assert chances[0, 0] == pytest.approx(0.5) and np.isnan(chances[0, 1])
 
 
+def test_each_part_is_judged_by_what_the_others_taught() -> None:
+    """Two parts that contradict each other: what is fitted to both is right on average, and wrong about either."""
+    sure, never = seen([[-1.0]] * 4, [[1]] * 4), seen([[-1.0]] * 4, [[0]] * 4)
+    piecewise = fit_calibrations([sure, never]).fits[1]
+    assert piecewise.calibration == PiecewiseCalibration((-1.0,), (0.5,))
+    assert piecewise.crossed == (PiecewiseCalibration((-1.0,), (0.0,)), PiecewiseCalibration((-1.0,), (1.0,)))
+    assert piecewise.error == 1.0 and piecewise.log_loss > 10
+    gain = fit_gain([sure, never])
+    assert gain.gain.a_and_beta(STATE)[0] == pytest.approx(0.5, abs=0.01)
+    assert [each.a_and_beta(STATE)[0] for each in gain.crossed] == pytest.approx([0.0, 1.0], abs=0.01)
+    assert gain.error == pytest.approx(1.0, abs=0.01) and gain.curve == ((1, 1.5, pytest.approx(1.5, abs=0.01)),)
+
+
 def test_no_rounds_are_refused() -> None:
     one, none = seen([[-1.0]], [[1]]), seen(np.zeros((0, 1)).tolist(), np.zeros((0, 1)).tolist())
     none = Observations(**{**vars(none), "scores": np.zeros((0, 1)), "is_accepted": np.zeros((0, 1), np.bool_)})
     for fitted in (fit_gain, fit_calibrations):
-        with pytest.raises(PolicyError, match="no training rounds"):
-            fitted(none, one)
-        with pytest.raises(PolicyError, match="no held-out rounds"):
-            fitted(one, none)
+        with pytest.raises(PolicyError, match="parts of 0, 1 rounds"):
+            fitted([none, one])
+        with pytest.raises(PolicyError, match="parts of 1 rounds"):
+            fitted([one])
 
 
 # ---- cost
@@ -263,6 +274,6 @@ def test_one_budget_gives_no_curve() -> None:
 def test_the_power_gain_fits_what_it_promises() -> None:
     """Whatever the state, the fitted gain is what a budget policy reads: marginals that never rise."""
     rounds = drawn(400, 1.0, 4)
-    fit = fit_gain(rounds, rounds)
-    assert isinstance(fit.gain, PowerGain) and fit.num_rounds == 400
+    fit = fit_gain([rounds, rounds])
+    assert isinstance(fit.gain, PowerGain) and fit.num_rounds == 800
     assert all(np.isfinite(fit.gain.a_weights)) and all(np.isfinite(fit.gain.beta_weights))

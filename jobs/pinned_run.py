@@ -1,0 +1,53 @@
+"""What the folder of a learning run says of earlier starts, so that each start learns the same from the same rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from graft_dist.errors import ConfigError
+from jobs.out_file import to_json, write_aside
+from jobs.provenance import provenance
+from storage.trajectories import Snapshot, local_root
+
+
+class PinnedRun:
+    """`run.json` in a run's folder: settings, snapshot, MLflow run, and where and how the run was begun."""
+
+    def __init__(self, path: Path, identity: str, settings: Mapping[str, Any], known: dict[str, Any] | None) -> None:
+        self._path, self.identity, self._settings = path, identity, dict(settings)
+        self.is_new = known is None
+        self.versions = None if known is None else (known["sequences_version"], known["rounds_version"])
+        self.run_id: str | None = None if known is None else known["run_id"]
+        self._provenance = provenance() if known is None else known["provenance"]
+
+    @classmethod
+    def open(cls, out: Path, settings: Mapping[str, Any], store: str) -> PinnedRun:
+        """Read the folder, which is made if it is not there. Refuses one of a run with other settings."""
+        # The snapshot's versions say nothing without the store that they count in.
+        known_by = {**settings, "store": str(local_root(store))}
+        identity = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"the folder of the run {out} cannot be made ({error.strerror})") from error
+        path = out / "run.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if known is not None and known["identity"] != identity:
+            raise ConfigError(f"{out} holds a run with other settings; choose another --out folder")
+        return cls(path, identity, settings, known)
+
+    def keep(self, snapshot: Snapshot, run_id: str | None = None) -> None:
+        """Write down what the next start goes on with."""
+        known = {
+            "identity": self.identity,
+            "run_id": run_id,
+            "sequences_version": snapshot.sequences_version,
+            "rounds_version": snapshot.rounds_version,
+            "settings": self._settings,
+            "provenance": self._provenance,
+        }
+        write_aside(self._path, to_json(known))
