@@ -13,10 +13,11 @@ A document says where its figures come from in comments, each in front of the ta
     <!-- figures: bench/x; values: ddtree 8 code speedup, ddtree 8 math speedup -->
     <!-- figures: bench/y/log.jsonl; rows: step; columns: loss, depth_accuracy.0 -->
 
-A row is method, budget and task of `summary.json` (load and arm where there are those), or the key of a log whose value
-stands in the row's first cell; a column is named for each cell but the first, which says what the row is. A paragraph's
-figures are its numbers with a decimal point or a percent sign, in order. Each has to be the value as rounded to the
-digits it is shown with; files are looked up from the repository's root."""
+A row is method, budget and task of `summary.json` (load and arm where there are those), decoder and task of a file of
+such rows, or the key of a log whose value stands in the row's first cell; a column is named for each cell but the
+first, which says what the row is. A paragraph's figures are its numbers with a decimal point or a percent sign, in
+order. Each has to be the value as rounded to the digits it is shown with; files are looked up from the repository's
+root."""
 
 from __future__ import annotations
 
@@ -355,7 +356,9 @@ def _lookup(source: Path) -> Lookup:
         keys = ("load", "arm") if "load" in summary[0] else ("method", "budget", "task")
         cells = {" ".join(str(row[key]) for key in keys): row for row in summary}
     else:
-        cells = {f"{key} {row[key]}": row for row in read_lines(source) for key in row if isinstance(row[key], int)}
+        lines = read_lines(source)
+        cells = {f"{key} {row[key]}": row for row in lines for key in row if isinstance(row[key], int)}
+        cells |= {f"{row['decoder']} {row['task']}": row for row in lines if "decoder" in row}
 
     def look(name: str) -> Any:
         row, _, column = " ".join(name.split()).rpartition(" ")

@@ -586,7 +586,8 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     replicas: Annotated[int, typer.Option(min=1, help="Copies of the decoder, each with its share of the CPUs.")] = 1,
     policy: Annotated[
-        str | None, typer.Option(help="Folder of a learned policy; default: draft trees with a measured budget.")
+        str | None,
+        typer.Option(help="Folder of a learned policy, or none; default: the one that ships for the target."),
     ] = None,
     methods: Annotated[
         str, typer.Option(help="Comma-separated: what a request may ask for by itself; empty for nothing.")

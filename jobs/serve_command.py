@@ -18,6 +18,7 @@ from typing import Any
 
 from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError, GraftError
+from graft_dist.policy import shipped_policy
 from jobs.ray_head import RayHead
 from serve import applications
 
@@ -36,7 +37,7 @@ class ServeRequest:
     host: str
     port: int
     replicas: int
-    policy: str | None  # a folder, or "builtin:NAME"
+    policy: str | None  # a folder, "builtin:NAME" or "none"; None: the shipped one where it fits
     methods: tuple[str, ...]
     threads: int | None
     address: str | None  # of a cluster's dashboard; None: start a cluster here
@@ -113,7 +114,8 @@ def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any
         args["threads"] = request.threads
     if request.api_keys_file is not None:
         args["api_keys_file"] = str(request.api_keys_file.resolve())
-    pin = None if request.policy is None else {"folder": _folder(request.policy)}
+    policy = request.policy or _shipped(settings)
+    pin = None if policy == "none" else {"folder": _folder(policy)}
     return {
         "name": settings.slug,
         "route_prefix": "/",
@@ -121,6 +123,12 @@ def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any
         "args": args,
         "deployments": [{"name": applications.DEPLOYMENT, "user_config": {"policy": pin}}],
     }
+
+
+def _shipped(settings: TargetConfig) -> str:
+    """The policy that comes with the package, where the drafter is the one that it was learned with; else "none"."""
+    builtin = f"builtin:{settings.slug}"
+    return builtin if settings.drafter == builtin and shipped_policy(settings.slug) is not None else "none"
 
 
 def _folder(policy: str) -> str:

@@ -22,7 +22,9 @@ from jobs.load_schedule import Load
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = sorted(file.parent for file in (ROOT / "bench").rglob("summary.json"))
-DOCUMENTS = [ROOT / "README.md", ROOT / "graft_dist" / "data" / "drafters" / "smollm2-135m" / "README.md"]
+CARDS = sorted((ROOT / "graft_dist" / "data").rglob("README.md"))
+DOCUMENTS = [ROOT / "README.md", *CARDS]
+NAMES = ["README", *(card.parent.parent.name for card in CARDS)]
 
 
 def verify(*folders: Path) -> subprocess.CompletedProcess[str]:
@@ -37,13 +39,13 @@ def test_published_numbers_follow_from_their_rows(folder: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=["README", "card"])
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_figures_of_a_document_follow_from_their_rows(document: Path) -> None:
     done = verify(document)
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=["README", "card"])
+@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_any_changed_digit_of_a_marked_figure_is_found(document: Path, tmp_path: Path) -> None:
     check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["document_differences"]
     text = document.read_text(encoding="utf-8")
