@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +16,14 @@ from graft_dist.decoder import load_target
 from graft_dist.drafter import DrafterConfig
 from graft_dist.errors import ConfigError, DrafterError, PromptError
 from graft_dist.learning.drafter import LANES, Answer, DrafterScore, DrafterTrainer, DrafterTraining
-from graft_dist.prompts import Prompt, is_held_out, read_prompts, render
+from graft_dist.prompts import BadPrompt, Prompt, is_held_out, prompt_hash, read_prompts, render
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target, check_taps, read_architecture, read_tokenizer
 from jobs.collection import CollectRequest
 from jobs.collection import run as collect
 from jobs.decode_spec import DecodeSpec
 from jobs.driver import Ending
+from jobs.fresh_prompts import write_prompts
 from jobs.ray_pool import PoolSettings
 from storage.query import connect as connect_store
 
@@ -59,7 +60,7 @@ class DrafterRequest:
     temperatures: tuple[float, ...] = (0.0,)  # one answer per prompt and temperature
     max_new_tokens: int = 256
     num_slots: int = 32
-    num_held_out: int = 96  # held-out answers that the score is computed on
+    num_held_out: int = 96  # held-out prompts, answered greedily, that the score is computed on
     num_workers: int = 1
     threads_per_worker: int = 1
     address: str | None = None
@@ -93,13 +94,16 @@ def run(request: DrafterRequest) -> int:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the folder of the run {request.out} cannot be made ({error.strerror})") from error
-    for temperature in request.temperatures:
+    to_answer = prompts_to_answer(by_id.values(), request.num_held_out)
+    for temperature, prompts in _passes(request.temperatures, *to_answer).items():
         say(f"answers at temperature {temperature:g}")
-        code = collect(_answers_request(request, temperature))
+        file = request.out / f"prompts-{temperature:g}.jsonl"
+        write_prompts(file, prompts)
+        code = collect(_answers_request(request, temperature, file))
         if code not in (Ending.COMPLETE.value, Ending.PARTIAL.value):
             return code
-    training, held_out = read_answers(request.store, request.config.slug, by_id, render_all(request.config, by_id))
-    held_out = held_out[: request.num_held_out]
+    wanted = {prompt.id: prompt for part in to_answer for prompt in part}
+    training, held_out = read_answers(request.store, request.config.slug, wanted, render_all(request.config, wanted))
     tokens = sum(len(answer.output_token_ids) for answer in training)
     say(f"training on {len(training)} answers of {tokens:,} tokens; {len(held_out)} held-out answers are for the score")
     if not training:
@@ -111,14 +115,35 @@ def run(request: DrafterRequest) -> int:
 
 
 def _prompts_by_id(paths: Sequence[str]) -> dict[str, Prompt]:
-    prompts = {prompt.id: prompt for prompt in read_prompts(paths) if isinstance(prompt, Prompt)}
+    found = read_prompts(paths)
+    prompts = {prompt.id: prompt for prompt in found if isinstance(prompt, Prompt)}
     if not prompts:
         raise ConfigError(f"there is no usable prompt in {', '.join(paths)}")
+    for line in found:
+        if isinstance(line, BadPrompt):
+            say(f"not a prompt: {line.id}: {line.error}")
     return prompts
 
 
-def _answers_request(request: DrafterRequest, temperature: float) -> CollectRequest:
-    """Plain decoding of all prompts, sequences only: the rounds of plain decoding teach nothing."""
+def prompts_to_answer(prompts: Iterable[Prompt], num_held_out: int) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts to train on, as they come, and held-out ones for the score, in the order of their hashes.
+
+    That order is a shuffle which stays the same as prompts are added, so that the score is about every task.
+    """
+    every = list(prompts)
+    held_out = sorted((one for one in every if is_held_out(one.turns)), key=lambda one: prompt_hash(one.turns))
+    return [one for one in every if not is_held_out(one.turns)], held_out[:num_held_out]
+
+
+def _passes(temperatures: Sequence[float], training: list[Prompt], held_out: list[Prompt]) -> dict[float, list[Prompt]]:
+    """What to answer at each temperature: held-out prompts only greedily, as acceptance is judged."""
+    passes = dict.fromkeys(temperatures, training)
+    passes[0.0] = [*passes.get(0.0, []), *held_out]
+    return {temperature: prompts for temperature, prompts in passes.items() if prompts}
+
+
+def _answers_request(request: DrafterRequest, temperature: float, prompts: Path) -> CollectRequest:
+    """Plain decoding, sequences only: the rounds of plain decoding teach nothing."""
     resources = request.config.resources
     return CollectRequest(
         spec=DecodeSpec(
@@ -129,7 +154,7 @@ def _answers_request(request: DrafterRequest, temperature: float) -> CollectRequ
             seed=request.training.seed,
             records_rounds=False,
         ),
-        prompts=request.prompts,
+        prompts=(str(prompts),),
         store=request.store,
         num_slots=request.num_slots,
         pool=PoolSettings(num_actors=resources.num_actors, num_cpus=resources.num_cpus, num_gpus=resources.num_gpus),

@@ -20,10 +20,9 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from graft_dist.config import load_config
-from graft_dist.errors import ConfigError, GraftError
+from graft_dist.errors import GraftError
 from graft_dist.learning.tdes import TdesTraining
-from jobs.arguments import count, is_absolute, job_parser, whole_number
-from jobs.cluster import job_id
+from jobs.arguments import check_folders, count, job_parser, whole_number
 from jobs.policy_training import PolicyRequest, run
 from jobs.registry_command import tracking_uri
 from jobs.scorer_training import Placement
@@ -44,11 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def request_from(options: argparse.Namespace) -> PolicyRequest:
     """The request that the options describe. Raises `GraftError` where they cannot work."""
-    if job_id() is not None and not all(is_absolute(path) for path in (options.out, options.store)):
-        raise ConfigError(
-            "--out and --store must be absolute in a submitted job: it runs in a copy of the working directory that is "
-            "deleted"
-        )
+    check_folders(options.out, options.store)
     config = load_config(options.config)
     return PolicyRequest(
         config=config,

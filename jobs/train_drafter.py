@@ -22,8 +22,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.learning.drafter import DrafterTraining
-from jobs.arguments import count, from_zero, is_absolute, job_parser, list_of, positive, whole_number
-from jobs.cluster import job_id
+from jobs.arguments import check_folders, count, from_zero, job_parser, list_of, positive, whole_number
 from jobs.drafter_training import DrafterRequest, DrafterShape, run
 
 
@@ -42,11 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def request_from(options: argparse.Namespace) -> DrafterRequest:
     """The request that the options describe. Raises `GraftError` where they cannot work."""
-    if job_id() is not None and not all(is_absolute(path) for path in (options.out, options.store)):
-        raise ConfigError(
-            "--out and --store must be absolute in a submitted job: it runs in a copy of the working directory that is "
-            "deleted"
-        )
+    check_folders(options.out, options.store)
     try:
         training = DrafterTraining(
             steps=options.steps,

@@ -19,9 +19,10 @@ from graft_dist.config import TargetConfig, load_config
 from graft_dist.drafter import read_config
 from graft_dist.errors import DrafterError
 from graft_dist.learning.drafter import Answer
-from graft_dist.prompts import is_held_out
+from graft_dist.prompts import is_held_out, prompt_hash, read_prompts
 from jobs.cluster import Cluster
-from jobs.drafter_training import DrafterRequest, read_answers, render_all, train
+from jobs.collection import CollectRequest
+from jobs.drafter_training import DrafterRequest, read_answers, render_all, run, train
 from jobs.drafter_training import _prompts_by_id as prompts_by_id
 from jobs.train_drafter import _parser, main, request_from
 from storage import TrajectoryStore, UnitKey
@@ -126,6 +127,31 @@ def test_a_refusal_of_a_worker_comes_out_as_it_is(
     request = request_from(_parser().parse_args(arguments(config_file, prompts_file, tmp_path, "--workers", "2")))
     with pytest.raises(DrafterError, match=r"^another recipe$"):
         train(request, [], [])
+
+
+def test_held_out_prompts_are_answered_greedily_and_no_more_than_the_score_needs(
+    config_file: Path, prompts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[float, list[str]]] = []
+
+    def collect(request: CollectRequest) -> int:
+        ids = [prompt.id for prompt in read_prompts(request.prompts)]
+        asked.append((request.spec.sampling.temperature, ids))
+        return 0
+
+    monkeypatch.setattr("jobs.drafter_training.collect", collect)
+    request = request_from(_parser().parse_args(arguments(config_file, prompts_file, tmp_path)))
+    by_id = prompts_by_id([str(prompts_file)])
+    trained = [prompt.id for prompt in by_id.values() if not is_held_out(prompt.turns)]
+    held_out = sorted(by_id.keys() - trained, key=lambda name: prompt_hash(by_id[name].turns))
+    assert len(held_out) > 3
+    for temperatures in ((0.0, 0.7), (0.7,), (0.0, 0.7)):
+        with pytest.raises(DrafterError, match="no answer to a training prompt"):
+            run(replace(request, temperatures=temperatures, num_held_out=3))
+    greedy, sampled, *others, greedy_again, sampled_again = asked
+    assert greedy == greedy_again == (0.0, trained + held_out[:3])
+    assert sampled == sampled_again == (0.7, trained)
+    assert others == [(0.7, trained), (0.0, held_out[:3])]
 
 
 def test_an_id_with_another_text_is_not_trained_on(
