@@ -53,6 +53,8 @@ class ScorerPlan:
     identity: str  # of the run, kept in its checkpoints
     threads: int
     uses_gpu: bool = False
+    lessons: Path | None = None  # where lessons are kept for other fits to the same rounds; None: not kept
+    fitted: tuple[str, ...] | None = None  # names of the parameters that are fitted; None: all
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def train_on_worker(plan: ScorerPlan) -> None:
     device = torch.device("cuda" if plan.uses_gpu else "cpu")
     embeddings = read_embeddings(plan.target, revision=plan.revision).to(device)
     network = TdesNetwork(plan.network, plan.training.seed).to(device)
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(plan.fitted is None or name in plan.fitted)
     trainer = TdesTrainer(network, embeddings, lessons, held_out, plan.training)
     checkpoint = ScorerCheckpoint(plan.out / "scorer", plan.identity)
     if checkpoint.load(trainer) and rank == 0:
@@ -161,7 +165,7 @@ def _share(plan: ScorerPlan, split: str, sequences: Sequence[RecordedSequence]) 
     rank, num_workers = worker()
     counts = [sequence.num_decoded + sequence.num_dense for sequence in sequences]
     starts = [0, *accumulate(counts)]
-    folder = plan.out / "lessons" / f"{split}-{rank}-of-{num_workers}"
+    folder = (plan.lessons or plan.out / "lessons") / f"{split}-{rank}-of-{num_workers}"
     if not (folder / INDEX_NAME).is_file():
         own = {sequence.key: start for sequence, start in list(zip(sequences, starts, strict=False))[rank::num_workers]}
         say(f"worker {rank}: reading {len(own)} sequences to {split} on")

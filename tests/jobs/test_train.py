@@ -23,11 +23,13 @@ from graft_dist.learning.drafter import worker
 from graft_dist.learning.tdes import Evaluation, TdesTrainer
 from graft_dist.policy import GraftPolicy
 from graft_dist.target import Target
+from jobs import ablation
 from jobs.scorer_training import ScorerPlan
 from jobs.train import main
 from storage import TrajectoryStore
 from storage.registered_model import write_model
 from storage.registry import CHALLENGER, Registry
+from tests.conftest import save_tiny_model
 from tests.jobs.learning_store import NUM_HIDDEN, write_store
 
 
@@ -40,6 +42,8 @@ def folder(
     (path / "target.yaml").write_text(yaml.safe_dump(tiny_config.model_dump(mode="json", exclude_none=True)))
     drafter = fingerprint(read_config(tiny_drafter_folder), read_tensors(tiny_drafter_folder)[0])
     write_store(path / "store", tiny_config, tiny_llama, drafter)
+    # The same prompts and sequence ids, decoded with the drafter before: nothing of it may be mixed in.
+    write_store(path / "store", tiny_config, tiny_llama, "0123456789abcdef", run_id="run-0", num_prompts=10, slower=50)
     return path
 
 
@@ -71,10 +75,12 @@ def test_it_learns_registers_and_does_nothing_twice(
 ) -> None:
     out, printed = learned
     assert "left out: 2 sequences of prompts that the drafter may know, 0 whose" in printed
+    assert "cannot be read back, 10 of other drafters" in printed
     assert "fit: 20 prompts" in printed and "chosen on the tune split: tdes, " in printed
     policy = GraftPolicy.load(out / "policy")
     assert policy.tdes is not None and policy.num_candidates == 4 and policy.slug == tiny_config.slug
     assert list(policy.cost_curves) == ["test CPU, 1 thread, float32"]
+    assert max(policy.cost_curves["test CPU, 1 thread, float32"].round_ms) < 10
     assert policy.data.num_sequences == 40 and policy.data.run_ids == ("run-1",)
     metrics = policy.metrics
     assert metrics["tdes_mat_8"] > 1.2 * metrics["ddtree_mat_8"]
@@ -162,6 +168,39 @@ def killed_once(folder: Path) -> Callable[[ScorerPlan], None]:
 
 
 @pytest.mark.slow
+def test_an_ablation_judges_every_variant_on_the_same_rounds(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = ("depth", "pair", "pair-sum", "gated")
+    monkeypatch.setattr(ablation, "VARIANTS", tuple(one for one in ablation.VARIANTS if one.name in wanted))
+    out = tmp_path / "out"
+    arguments = [
+        "--config", str(folder / "target.yaml"), "--store", str(folder / "store"), "--out", str(out), "--steps", "60",
+        "--learning-rate", "0.01", "--weight-decay", "0.01", "--gate-rank", "4", "--max-budget", "8",
+        "--min-rounds", "100",
+    ]  # fmt: skip
+    assert ablation.main(arguments) == 0
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    fixed = {row["variant"]: row for row in rows if (row["budget"], row["task"]) == ("fixed 8", "all")}
+    assert list(fixed) == ["marginal", *wanted]
+    assert len({row["num_rounds"] for row in fixed.values()}) == 1
+    assert fixed["pair"]["mat"] > 1.1 * fixed["marginal"]["mat"] and fixed["marginal"]["held_out_kl"] is None
+    # Numbers that only know the depth cannot learn which token follows which; another reading changes no weights.
+    assert fixed["pair"]["held_out_kl"] < 0.7 * fixed["depth"]["held_out_kl"]
+    assert fixed["pair"]["held_out_kl"] == fixed["pair-sum"]["held_out_kl"]
+    assert {row["kind"] for row in rows} == {"fixed", "saba", "marginal"}
+    table = (out / "summary.md").read_text()
+    assert f"| {fixed['gated']['mat']:.3f} / {100 * fixed['gated']['mismatch_rate']:.1f} % |" in table
+    (out / "depth" / "rows.jsonl").unlink()
+    capsys.readouterr()
+    assert ablation.main(arguments) == 0
+    assert "1 of 1, about 0 min left" in capsys.readouterr().out
+    assert [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()] == rows
+    assert ablation.main([*arguments, "--seed", "1"]) == 2
+    assert "holds a run with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.ray
 def test_two_workers_one_of_them_killed_learn_what_one_process_learns(
     folder: Path, learned: tuple[Path, str], joinable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,6 +228,7 @@ def test_two_workers_one_of_them_killed_learn_what_one_process_learns(
         (["--store", "{p}/empty"], "holds no drafted rounds"),
         (["--config", "smollm2-135m"], "to learn from: it holds rounds of"),
         (["--config", "{p}/other.yaml"], "the configuration's drafter is"),
+        (["--config", "{p}/retrained.yaml"], "the configuration's target is"),
         (["--config", "{p}/system.yaml"], "none of the 42 sequences can be learned from"),
         (["--min-rounds", "100000"], "--min-rounds asks for 100000"),
         (["--workers", "-1"], "workers is -1"),
@@ -209,7 +249,14 @@ def test_what_cannot_work_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     TrajectoryStore(folder / "empty").prepare()
-    for name, changes in (("other", {"drafter": "builtin:smollm2-135m"}), ("system", {"system_prompt": "Be brief."})):
+    retrained = folder / "retrained" / Path(tiny_config.target).name  # another model under the same name
+    if not retrained.exists():
+        save_tiny_model(retrained, "llama", seed=1)
+    for name, changes in (
+        ("other", {"drafter": "builtin:smollm2-135m"}),
+        ("retrained", {"target": str(retrained)}),
+        ("system", {"system_prompt": "Be brief."}),
+    ):
         changed = tiny_config.model_dump(mode="json", exclude_none=True) | changes
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(changed))
     options = [option.format(p=folder) for option in more]
