@@ -21,12 +21,12 @@ from graft_dist.errors import ConfigError, GraftError
 from graft_dist.policy import shipped_policy
 from jobs.ray_head import RayHead
 from serve import applications
+from serve.serve_args import ServeArgs
 
 START_TIMEOUT_S = 900.0
 """How long models may take to load."""
 
-STOP_TIMEOUT_S = 130.0
-"""How long running requests may take at the end; a little longer than a replica's own `drain_timeout_s`."""
+_STOP_MARGIN_S = 10.0  # beyond the time that a replica itself may take to drain
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,14 @@ def run_serve(request: ServeRequest) -> int:
         raise ConfigError(f"there is no file of API keys {request.api_keys_file}")
     application = _application(request, settings)
     name, is_serving = settings.slug, False
-    signals = {number: signal.signal(number, _on_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    ending = _Ending()
+    signals = {number: signal.signal(number, ending) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with ExitStack() as stack:
             address = request.address or _start_ray(stack)
             _say(f"loading {settings.target} ...")
-            stack.callback(_take_down, address, name)
+            drain_s = ServeArgs.model_validate(application["args"]).drain_s
+            stack.callback(_take_down, address, name, drain_s + _STOP_MARGIN_S, ending)
             options = {"host": request.host, "port": request.port, "request_timeout_s": None}
             applications.deploy(address, application, http_options=options)
             applications.wait_until_running(address, name, START_TIMEOUT_S)
@@ -78,11 +80,22 @@ class _Stop(BaseException):
     """Somebody wants the server to end. Not an `Exception`: nothing on the way may take it for a failure."""
 
 
-def _on_stop(number: int, frame: FrameType | None) -> None:
-    # Once: what follows takes everything down, and must not be interrupted half-way by an impatient second Ctrl-C.
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_IGN)
-    raise _Stop
+class _Ending:
+    """Handles Ctrl-C and SIGTERM: the first asks the server to end, a second not to wait for running requests.
+
+    Only the first raises: what follows takes everything down, and must not be interrupted half-way.
+    """
+
+    def __init__(self) -> None:
+        self.is_hurried = False
+        self._is_asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._is_asked:
+            self.is_hurried = True
+        else:
+            self._is_asked = True
+            raise _Stop
 
 
 def _start_ray(stack: ExitStack) -> str:
@@ -148,15 +161,15 @@ def _say_where(request: ServeRequest, name: str, address: str) -> None:
     print("Ctrl-C ends it.", flush=True)
 
 
-def _take_down(address: str, name: str) -> None:
-    """Take the application down and wait until its requests have finished."""
-    _say("stopping; running requests may finish ...")
+def _take_down(address: str, name: str, patience_s: float, ending: _Ending) -> None:
+    """Take the application down and wait until its requests have finished, or nobody wants to wait for them."""
+    _say("stopping; running requests may finish (Ctrl-C again cuts them) ...")
     try:
         applications.remove(address, name)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
+        deadline = time.monotonic() + patience_s
         while any(one.name == name for one in applications.list_applications(address)):
-            if time.monotonic() > deadline:
-                _say(f"requests still run after {STOP_TIMEOUT_S:.0f} s; they are cut")
+            if ending.is_hurried or time.monotonic() > deadline:
+                _say("requests still run; nobody waits for them any more")
                 return
             time.sleep(0.3)
     except GraftError as error:

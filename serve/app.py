@@ -38,7 +38,7 @@ def build(args: ServeArgs) -> Application:
         user_config=UserConfig(policy=args.policy).model_dump(mode="json"),
         health_check_period_s=args.health_check_period_s,
         health_check_timeout_s=max(30.0, args.health_check_period_s),
-        graceful_shutdown_timeout_s=args.drain_timeout_s,
+        graceful_shutdown_timeout_s=args.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         **_scaling(args, max_slots),
     ).bind(args, config)

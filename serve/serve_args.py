@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Method = Literal["plain", "ddtree", "graft"]
 
+DRAIN_MARGIN_S = 30.0
+"""What a replica needs besides its longest request: load balancers to turn away, what was recorded to be written."""
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -117,8 +120,8 @@ class ServeArgs(_Strict):
     # Health: a round loop that has not come round for so long is stuck, and Serve replaces the replica.
     stuck_after_s: Annotated[float, Field(gt=0)] = 120.0
     health_check_period_s: Annotated[float, Field(gt=0)] = 10.0
-    # How long a replica that is to go may take to finish its requests: at least as long as the longest answer.
-    drain_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    # How long a replica that is to go may take to finish its requests; default: `max_request_s` and a margin.
+    drain_timeout_s: Annotated[float | None, Field(gt=0)] = None
 
     # Follow the registry's champion without being told; off unless given.
     poll_champion: AliasPolling | None = None
@@ -133,4 +136,15 @@ class ServeArgs(_Strict):
             raise ValueError("give either replicas or autoscaling")
         if self.api_keys_file is not None and self.api_keys_variable is not None:
             raise ValueError("give either api_keys_file or api_keys_variable")
+        if self.drain_timeout_s is not None and self.drain_timeout_s < self.max_request_s + DRAIN_MARGIN_S:
+            raise ValueError(
+                f"drain_timeout_s {self.drain_timeout_s:g} would cut requests that max_request_s "
+                f"{self.max_request_s:g} allows: give at least {self.max_request_s + DRAIN_MARGIN_S:g}, or a smaller "
+                "max_request_s"
+            )
         return self
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds after which a replica that is to go is ended: longer than any request may run."""
+        return self.max_request_s + DRAIN_MARGIN_S if self.drain_timeout_s is None else self.drain_timeout_s

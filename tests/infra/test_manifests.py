@@ -20,6 +20,7 @@ import graft_dist
 from graft_dist.config import load_config
 from graft_dist.schedule import Schedule
 from jobs.schedule_command import with_entrypoint
+from serve.serve_args import ServeArgs
 from tests.infra import kuberay_schema
 from tests.infra.kustomize import Manifest, build, containers, documents, pods
 
@@ -266,6 +267,16 @@ def test_the_service_is_the_one_of_infra_serve(target: str) -> None:
     ours = serve_config(target)
     assert ours["applications"] == theirs["applications"]
     assert ours["http_options"] == theirs["http_options"] | {"host": "0.0.0.0"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_pods_live_until_the_longest_request_has_ended(target: str) -> None:
+    service = of_kind(target, "RayService")["spec"]
+    (application,) = serve_config(target)["applications"]
+    drain_s = ServeArgs.model_validate(application["args"]).drain_s
+    assert service["rayClusterDeletionDelaySeconds"] > drain_s
+    for group in service["rayClusterConfig"]["workerGroupSpecs"]:
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > drain_s
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -36,6 +36,9 @@ def test_limits_become_the_deployments() -> None:
     assert deployment.ray_actor_options["num_cpus"] == 1.5
     assert deployment.num_replicas == 2
     assert deployment.user_config == {"policy": None}
+    assert deployment._deployment_config.graceful_shutdown_timeout_s > args.max_request_s
+    short = build(ServeArgs(config="smollm2-135m", max_request_s=20, drain_timeout_s=60))._bound_deployment
+    assert short._deployment_config.graceful_shutdown_timeout_s == 60
     scaled = build(ServeArgs(config="smollm2-135m", max_slots=10, autoscaling={"max_replicas": 3}))._bound_deployment
     assert scaled._deployment_config.autoscaling_config.target_ongoing_requests == 7
 
@@ -49,6 +52,7 @@ def test_limits_become_the_deployments() -> None:
         ({"policy": {"folder": "x", "registry": {"version": 1, "tracking_uri": "y"}}}, "either folder or registry"),
         ({"policy": {}}, "either folder or registry"),
         ({"methods": ["magic"]}, "methods"),
+        ({"drain_timeout_s": 900}, "drain_timeout_s 900 would cut requests that max_request_s 900 allows"),
         ({"api_keys_file": "x", "api_keys_variable": "Y"}, "either api_keys_file or api_keys_variable"),
     ],
 )
