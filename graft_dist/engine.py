@@ -35,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from graft_dist.active_sequence import ActiveSequence, Outcome, SequenceEvent, failure
 from graft_dist.budget import DraftState, acceptance_history, confidences, degenerations
 from graft_dist.draft_tree import DraftTree, ancestor_masks, build_tree, root_tree
-from graft_dist.errors import PolicyError
+from graft_dist.errors import PolicyError, is_device_failure
 from graft_dist.kv_cache import SlotCache
 from graft_dist.policy import DecodingPolicy
 from graft_dist.rounds import Float32Array, Int32Array, RoundRecord, RoundTrace, is_mismatch, projected
@@ -158,7 +158,8 @@ class Engine:
         max_budget: under a memory limit, the most draft nodes that a round may verify for a slot: so many rows (and
             one for the root) are counted for each. Larger budgets are refused, a drafter's own depth always fits.
         prefill_chunk: prompt tokens read per step, at most, so that a long prompt does not stall the others.
-        record: attach a `RoundRecord` to each round's event.
+        record: attach a `RoundRecord` to each round's event. One that cannot be made is left out; `record_failure` has
+            the last reason.
         projection: [H, H'], through which records keep the drafter's hidden states; None keeps none.
         detokenize: give text with the events (sequences with stop strings are always detokenized).
     """
@@ -191,6 +192,7 @@ class Engine:
         self.memory_limit_bytes = memory_limit_bytes
         self._max_budget = max(max_budget, 0 if drafter is None else drafter.draft_depth)
         self.record = record
+        self.record_failure: str | None = None
         self._projection = projection
         self.detokenize = detokenize and target.tokenizer is not None
         self._tap_layers = tuple(drafter.target_layer_ids) if drafter is not None else ()
@@ -319,6 +321,16 @@ class Engine:
         except BaseException as error:
             self._fault = f"{type(error).__name__}: {error}"
             raise
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Whatever a record needs beyond decoding: when it fails, the round goes without its record."""
+        try:
+            yield
+        except Exception as error:
+            if is_device_failure(error):
+                raise
+            self.record_failure = f"{type(error).__name__}: {error}"
 
     def _check_usable(self) -> None:
         if self._fault is not None:
@@ -477,7 +489,7 @@ class Engine:
         for sequence, usable in zip(batch, is_usable, strict=True):
             sequence.is_undraftable |= not usable
         limits = [limit if usable else 0 for limit, usable in zip(limits, is_usable, strict=True)]
-        if self.policy.budget.needs_state or self.record:
+        if self.policy.budget.needs_state:
             states = _with_draft(states, proposal, is_usable)
         return _Draft(limits, states, proposal, is_usable)
 
@@ -612,11 +624,10 @@ class Engine:
             # All rows, for a node's NaN reaches the others through the mask: nothing times NaN is NaN.
             if not verified.is_finite[start:end].all():
                 raise FloatingPointError(_NOT_FINITE)
-            target_tokens: Int32Array | None = None
-            if sequence.is_argmax:
-                target_tokens = verified.argmax[start:end]
-            elif self.record:
-                target_tokens = sequence.chooser.next_tokens(logits, tree)
+            target_tokens = verified.argmax[start:end] if sequence.is_argmax else None
+            if target_tokens is None and self.record:
+                with self._recording():
+                    target_tokens = sequence.chooser.next_tokens(logits, tree)
             if target_tokens is not None:
                 verdict = accept(tree, target_tokens.tolist().__getitem__)
             else:
@@ -648,7 +659,8 @@ class Engine:
         """Count the round, free the slots of sequences that ended, and tell what happened."""
         records: list[RoundRecord | None] = [None] * len(done.batch)
         if self.record:
-            records = _records(done, self.policy.num_candidates, self._projection)
+            with self._recording():
+                records = _records(done, self.policy, self._projection)
         traces = _traces(done)
         stages_s = np.array(done.clock.stages_ns) / 1e9
         each = zip(done.batch, done.trees, done.outcomes, records, traces, strict=True)
@@ -714,8 +726,12 @@ def _slot_trace(done: _Round, slot: int, num_rows: int) -> RoundTrace:
     )
 
 
-def _records(done: _Round, num_candidates: int, projection: torch.Tensor | None) -> list[RoundRecord | None]:
-    """One record per slot; None for a sequence whose own work failed."""
+def _records(done: _Round, policy: DecodingPolicy, projection: torch.Tensor | None) -> list[RoundRecord | None]:
+    """One record per slot; None for a sequence whose own work failed, or whose target tokens are not known."""
+    draft, num_candidates = done.draft, policy.num_candidates
+    if draft.proposal is not None and not policy.budget.needs_state:  # nobody has asked for the whole state yet
+        states = _with_draft(draft.states, draft.proposal, draft.is_usable)
+        done = replace(done, draft=replace(draft, states=states))
     parents = _parent_logits(done, num_candidates)
     num_rows = sum(tree.num_nodes + 1 for tree in done.trees)
     records = [

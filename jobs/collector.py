@@ -18,7 +18,7 @@ import torch
 
 from graft_dist.engine import SequenceEvent
 from graft_dist.errors import GraftError
-from graft_dist.rounds import RoundRecord, SequenceRecord
+from graft_dist.rounds import RoundRecord, SequenceRecord, SequenceSummary
 from graft_dist.sampling import SamplingParams
 from jobs.units import Unit, WorkItem
 from jobs.work import FailedUnit, FinishedUnit, Report, Tally
@@ -33,6 +33,9 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 class Decoder(Protocol):
     """The part of `Engine` that a collector drives."""
+
+    record: bool
+    record_failure: str | None
 
     @property
     def num_live(self) -> int: ...
@@ -201,7 +204,16 @@ class Collector:
             num_accepted=summary.num_accepted if summary else 0,
             prefill_s=summary.prefill_s if summary else 0.0,
             decode_s=summary.decode_s if summary else 0.0,
-            error=event.error,
+            error=event.error or self._missing_rounds(sequence, summary),
+        )
+
+    def _missing_rounds(self, sequence: _OpenSequence, summary: SequenceSummary | None) -> str | None:
+        """Why a sequence's rounds are not all there; None if they are, or are not wanted."""
+        if not self._engine.record or summary is None or len(sequence.rounds) == summary.num_rounds:
+            return None
+        return (
+            f"{summary.num_rounds - len(sequence.rounds)} of {summary.num_rounds} rounds could not be recorded "
+            f"({self._engine.record_failure})"
         )
 
     def _close(self, unit_id: str, sequence: _OpenSequence, record: SequenceRecord) -> None:

@@ -179,35 +179,55 @@ class TrafficRecorder:
         if submission.index == 0:  # not by its id: a client may give all its requests the same
             self._is_wanted = self._draw() < self.settings.share
         if self._is_wanted:
-            self._live[submission.sequence_id] = RecordedSequence(submission)
+            sequence = self._live[submission.sequence_id] = RecordedSequence(submission)
+            with self._lock:
+                self._pending_bytes += sequence.num_bytes
         return self._is_wanted
 
     def stepped(self, report: StepReport) -> None:
         """Keep what the step brought the sampled sequences, and hand over those that have ended."""
         for event in report.events:
             sequence = self._live.get(event.sequence_id)
-            if sequence is not None:
+            if sequence is None:
+                continue
+            num_bytes = sequence.num_bytes
+            try:
                 sequence.take(event, report.active)
-                if sequence.is_finished:
-                    self._hand_over(self._live.pop(event.sequence_id))
+            except Exception:  # no memory for it, say: this sequence is lost, the others are not
+                logger.exception("a sequence cannot be recorded")
+                self._drop(self._live.pop(event.sequence_id), "rounds")
+                continue
+            if self._grow(sequence.num_bytes - num_bytes):
+                self._drop(self._live.pop(event.sequence_id), "full")
+            elif sequence.is_finished:
+                self._hand_over(self._live.pop(event.sequence_id))
+
+    def _grow(self, num_bytes: int) -> bool:
+        """Count memory. True if there is no room for so much more, or nobody to write it."""
+        with self._lock:
+            self._pending_bytes += num_bytes
+            return self._is_closing or self._pending_bytes > self.settings.max_pending_mb * 1e6
 
     def _hand_over(self, sequence: RecordedSequence) -> None:
         if sequence.is_empty:
-            return
-        reason = "policy" if sequence.policy is None else None if sequence.is_whole else "rounds"
+            with self._lock:
+                self._pending_bytes -= sequence.num_bytes
+        elif sequence.policy is None:
+            self._drop(sequence, "policy")
+        elif not sequence.is_whole:
+            self._drop(sequence, "rounds")
+        else:
+            with self._lock:
+                self._offered += 1
+                self._pending += 1
+            self._queue.put(sequence)
+
+    def _drop(self, sequence: RecordedSequence, reason: str) -> None:
         with self._lock:
             self._offered += 1
-            if self._is_closing or self._pending_bytes + sequence.num_bytes > self.settings.max_pending_mb * 1e6:
-                reason = reason or "full"
-            if reason is None:
-                self._pending += 1
-                self._pending_bytes += sequence.num_bytes
-            else:
-                self._dropped[reason] += 1
-        if reason is None:
-            self._queue.put(sequence)
-        else:
-            self._tell(reason, 1)
+            self._pending_bytes -= sequence.num_bytes
+            self._dropped[reason] += 1
+        self._tell(reason, 1)
 
     @property
     def counts(self) -> RecorderCounts:
@@ -217,7 +237,7 @@ class TrafficRecorder:
 
     @property
     def pending_mb(self) -> float:
-        """Memory that sequences occupy that are not written yet, estimated."""
+        """Memory that sequences occupy which are decoded or not written yet, estimated."""
         with self._lock:
             return self._pending_bytes / 1e6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from graft_dist import engine as engine_module
 from graft_dist.engine import Engine, EngineError, SequenceEvent
 from graft_dist.kv_cache import SlotCache
 from graft_dist.policy import DecodingPolicy, chain, ddtree, plain
@@ -107,6 +109,36 @@ def test_logits_that_become_nan_are_an_error_and_never_a_token(
     output = tokens_of(events[bad])
     assert output == expected[0][: len(output)] and len(output) <= expected[0].index(poison) + 1
     assert [tokens_of(events[i]) for i in (good, again)] == [expected[1]] * 2
+
+
+# ---- records that cannot be made
+
+
+@pytest.mark.parametrize("params", [LONG, GREEDY_PENALTY, SAMPLED], ids=["greedy", "penalty", "sampled"])
+def test_records_that_cannot_be_made_are_left_out_and_change_nothing_else(
+    tiny_llama: Target, drafter: FakeDrafter, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [answer(tiny_llama, prompt, params) for prompt in PROMPTS]
+    numbers = itertools.count()
+
+    def sometimes(honest: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(numbers) % 3 == 0:
+                raise MemoryError("no room")
+            return honest(*arguments)
+
+        return call
+
+    monkeypatch.setattr(engine_module, "_records", sometimes(engine_module._records))
+    monkeypatch.setattr(TokenChooser, "next_tokens", sometimes(TokenChooser.next_tokens))
+    monkeypatch.setattr(engine_module, "degenerations", sometimes(engine_module.degenerations))
+    engine = Engine(tiny_llama, drafter, ddtree(6, 4), max_slots=3, record=True)
+    ids = [engine.add(prompt, params) for prompt in PROMPTS]
+    events = run(engine)
+    assert [tokens_of(events[sequence_id]) for sequence_id in ids] == expected
+    rounds = [event for sequence_id in ids for event in events[sequence_id] if event.trace is not None]
+    assert 0 < sum(event.round is None for event in rounds) < len(rounds)
+    assert engine.record_failure == "MemoryError: no room"
 
 
 # ---- drafters that cannot help

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from graft_dist import engine as engine_module
 from graft_dist.engine import Engine, SequenceEvent
 from graft_dist.policy import plain
 from graft_dist.rounds import RoundRecord, SequenceRecord
@@ -140,6 +142,24 @@ def test_a_slice_ends_when_its_time_is_over(tiny_llama: Target, shelf: Shelf) ->
     assert len(reports) > 2
     assert sum(report.progress.num_tokens for report in reports) == 12
     assert sum(report.progress.num_sequences for report in reports) == 2
+
+
+def test_a_sequence_whose_rounds_are_not_all_recorded_becomes_an_error_row(
+    collector: Collector, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, numbers = engine_module._records, itertools.count()
+
+    def failing(*arguments: Any) -> Any:
+        if next(numbers) == 0:
+            raise MemoryError("no room")
+        return honest(*arguments)
+
+    monkeypatch.setattr(engine_module, "_records", failing)
+    run_all(collector, [unit("m", 3, *[4] * SLOTS)])
+    records, rounds = shelf.units["m"]
+    missing = "1 of 5 rounds could not be recorded (MemoryError: no room)"
+    assert [record.error for record in records] == [missing] * SLOTS + [None]
+    assert len(rounds) == 4 * SLOTS + 5
 
 
 def test_what_cannot_be_decoded_becomes_an_error_row_with_its_reason(collector: Collector, shelf: Shelf) -> None:

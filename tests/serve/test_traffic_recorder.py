@@ -17,7 +17,7 @@ from graft_dist.target import Target
 from serve.active_policy import ActivePolicy
 from serve.observer import StepReport, Submission
 from serve.serve_args import TrafficRecording
-from serve.traffic_recorder import RecorderCounts, TrafficRecorder
+from serve.traffic_recorder import RecordedSequence, RecorderCounts, TrafficRecorder
 from storage import TrajectoryStore, connect, run_query
 from tests.conftest import FakeDrafter
 from tests.storage.records import DATASET, PROVENANCE, make_round
@@ -201,6 +201,31 @@ def test_what_cannot_be_labelled_truly_is_dropped(make: Callable[..., TrafficRec
     recorder.added(submission("left"))
     recorder.stepped(report(SequenceEvent("left", [], "", None, "abort", summary=SUMMARY)))  # nothing to learn from
     assert recorder.counts == RecorderCounts(offered=2, recorded=0, pending=0, dropped={"policy": 1, "rounds": 1})
+
+
+def test_a_sequence_that_grows_too_large_or_cannot_be_kept_is_dropped_while_it_is_decoded(
+    make: Callable[..., TrafficRecorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int]] = []
+    recorder = make(told, max_pending_mb=2.5 * size_of_one(make) / 1e6)
+    for name in ("long", "broken"):
+        recorder.added(submission(name))
+    for index in range(4):
+        recorder.stepped(report(SequenceEvent("long", [5, 8], "", None, round=make_round("long", index))))
+    assert told == [("full", 1)]
+    honest = RecordedSequence.take
+
+    def failing(sequence: RecordedSequence, event: SequenceEvent, active: ActivePolicy) -> None:
+        if event.sequence_id == "broken":
+            raise MemoryError("no room")
+        honest(sequence, event, active)
+
+    monkeypatch.setattr(RecordedSequence, "take", failing)
+    recorder.stepped(report(SequenceEvent("broken", [4], "", None)))
+    assert told == [("full", 1), ("rounds", 1)] and recorder.pending_mb == 0
+    decode(recorder, "good")
+    recorder.close()
+    assert recorder.counts == RecorderCounts(3, 1, 0, {"full": 1, "rounds": 1})
 
 
 def test_the_share_is_of_requests_with_all_their_sequences() -> None:
