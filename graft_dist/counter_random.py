@@ -30,6 +30,11 @@ def uniform(seed: int, *counters: int) -> float:
     return ((hash_counters(seed, *counters) >> 12) + 0.5) * 2.0**-52
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """Return the seed of one of several answers to a prompt: the first has the seed given, others derived ones."""
+    return hash_counters(seed, choice) if choice else seed
+
+
 def _mix(value: int) -> int:
     """SplitMix64's finaliser."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

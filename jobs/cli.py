@@ -345,9 +345,13 @@ def bench_serve(
     sample_every: Annotated[
         float, typer.Option(min=0.01, help="Soak: seconds between two looks at the replicas.")
     ] = 5.0,
+    config: Annotated[
+        str | None,
+        typer.Option(help="Soak: the server's target, decoded here: answers are compared with plain decoding's."),
+    ] = None,
     tolerate_ties: Annotated[
         bool,
-        typer.Option("--tolerate-ties", help="Soak: another answer is counted, no failure: for a bfloat16 server."),
+        typer.Option("--tolerate-ties", help="Soak without --config: another answer is counted, no failure."),
     ] = False,
     dashboard: Annotated[
         str, typer.Option(help="Soak: the cluster's dashboard, to swap policies and find replicas.")
@@ -377,10 +381,13 @@ def bench_serve(
             level=ServiceLevel(slo_ttft, slo_token),
         )
         raise typer.Exit(run_serve_bench(server, plan, found, out))
+    from jobs.offline_answers import OfflineAnswers
     from jobs.soak import SoakPlan, run_soak
     from jobs.soak_command import application_control, parse_policies
 
     pins = parse_policies(policies, tracking_uri) if policies else []
+    control = application_control(dashboard, app_name, pins)
+    auditor = None if config is None else OfflineAnswers(load_config(config))
     soak_plan = SoakPlan(
         minutes=soak,
         concurrency=max(load.concurrency or 1 for load in loads),
@@ -391,7 +398,7 @@ def bench_serve(
         sample_every_s=sample_every,
         tolerates_ties=tolerate_ties,
     )
-    raise typer.Exit(run_soak(server, soak_plan, found, application_control(dashboard, app_name, pins), out))
+    raise typer.Exit(run_soak(server, soak_plan, found, control, out, auditor))
 
 
 @app.command()

@@ -61,6 +61,7 @@ class Reply:
     texts: tuple[str, ...] = ()
     finish_reasons: tuple[str | None, ...] = ()
     num_tokens: int | None = None  # as the server counted them
+    token_ids: tuple[tuple[int, ...], ...] = ()  # by choice, if asked for
     graft: dict[str, Any] = field(default_factory=dict)  # the server's `metrics.graft`, if asked for
     detail: str | None = None
     retry_after_s: float | None = None
@@ -155,6 +156,7 @@ class _Answer:
         self.texts: dict[int, list[str]] = {}
         self.reasons: dict[int, str | None] = {}
         self.num_tokens: int | None = None
+        self.token_ids: dict[int, list[int]] = {}
         self.graft: dict[str, Any] = {}
 
     @property
@@ -174,6 +176,7 @@ class _Answer:
             delta = choice.get("delta")
             text = choice.get("text") if delta is None else delta.get("content")
             self.texts.setdefault(index, [])
+            self._take_ids(index, chunk)  # a chunk with details has one choice
             if text:
                 self._mark(time.perf_counter())
                 self.texts[index].append(text)
@@ -195,7 +198,13 @@ class _Answer:
             text = choice.get("text") if message is None else message.get("content")
             self.texts[choice.get("index", 0)] = [text or ""]
             self.reasons[choice.get("index", 0)] = choice.get("finish_reason")
+            self._take_ids(choice.get("index", 0), choice)
         return self.reply(Outcome.ok if self.is_whole else Outcome.cut)
+
+    def _take_ids(self, index: int, holder: dict[str, Any]) -> None:
+        ids = (holder.get("graft") or {}).get("token_ids")
+        if ids is not None:
+            self.token_ids.setdefault(index, []).extend(ids)
 
     def _take_totals(self, chunk: dict[str, Any]) -> None:
         if chunk.get("usage"):
@@ -221,6 +230,7 @@ class _Answer:
             texts=tuple("".join(self.texts[index]) for index in order),
             finish_reasons=tuple(self.reasons.get(index) for index in order),
             num_tokens=self.num_tokens,
+            token_ids=tuple(tuple(self.token_ids[index]) for index in sorted(self.token_ids)),
             graft=self.graft,
             detail=detail,
             retry_after_s=retry_after_s,

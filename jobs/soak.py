@@ -1,8 +1,10 @@
 """`graft bench-serve --soak`: long mixed load on a running server, with clients that leave and policies that change.
 
 Every prompt becomes one *question*: an endpoint, a length, stop strings, one answer or two, greedy or sampled with a
-seed. Before the load each question is asked once, alone; that answer is the reference. Under load the same questions
-come again and again, streamed or not, and every whole answer has to be the reference: text, reason and token count.
+seed. Before the load each question is asked once, alone. Under load the same questions come again and again, streamed
+or not, and every whole answer has to be the reference: text, reason, token count. The reference is what an `Auditor`
+decodes by itself, token for token, and another answer is judged by it when the load is over: a tie is counted, anything
+else is a problem. Without one, the reference is the server's own answer before the load.
 
     requests.jsonl  one row per request
     samples.jsonl   memory and open files of the replicas over time
@@ -27,8 +29,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from graft_dist.audit import Difference, Kind
 from graft_dist.errors import GraftError
 from graft_dist.prompts import BadPrompt, Prompt
 from jobs.load_client import Ask, LoadClient, Outcome, Reply
@@ -56,7 +59,7 @@ class SoakPlan:
     leave_share: float  # of the requests whose client leaves before the end
     swap_every_s: float
     sample_every_s: float
-    tolerates_ties: bool  # other answers are counted but are no problem: a bfloat16 server under changing batches
+    tolerates_ties: bool  # without an auditor: other answers are counted but are no problem
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,51 @@ class Question:
     name: str
     kind: str
     body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a question was answered; by choice where there are several."""
+
+    texts: tuple[str, ...]
+    finish_reasons: tuple[str | None, ...]
+    num_tokens: int | None
+    token_ids: tuple[tuple[int, ...], ...] = ()  # only for an auditor
+
+    @classmethod
+    def by(cls, reply: Reply) -> Told:
+        return cls(reply.texts, reply.finish_reasons, reply.num_tokens, reply.token_ids)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What an auditor says about an answer that is not the reference."""
+
+    differences: tuple[Difference, ...] = ()  # in tokens, ties and bugs
+    faults: tuple[str, ...] = ()  # sentences: what is wrong with an answer in itself
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding explains the answer."""
+        return not self.faults and all(difference.kind is not Kind.BUG for difference in self.differences)
+
+
+class Auditor(Protocol):
+    """Who knows the right answers without asking the server. Its methods may take their time."""
+
+    name: str  # how the answers were found: "plain decoding in float32"
+
+    def check(self, system_fingerprint: str) -> None:
+        """Raise `GraftError` if the server decodes another target."""
+        ...
+
+    def answers(self, asked: Sequence[Question]) -> dict[str, Told]:
+        """The right answers by question."""
+        ...
+
+    def judge(self, question: Question, told: Told) -> Judgement:
+        """Whether another answer is as good as the right one."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -109,15 +157,23 @@ class SoakReport:
     outcomes: dict[str, int]
     num_rejections: int  # answered by "come back later", and then answered
     num_tokens: int
+    reference: str  # what answers were compared with
     num_compared: int
     num_differing: int
+    num_ties: int  # of those that differ: rounding explains them
+    differences: list[dict[str, Any]]  # each other answer once, as judged, with the number of times it came
     swaps: list[dict[str, Any]]
     growth: list[dict[str, Any]]
     problems: list[str] = field(default_factory=list)
 
 
 def run_soak(
-    server: Server, plan: SoakPlan, prompts: Sequence[Prompt | BadPrompt], control: ReplicaControl, out: Path
+    server: Server,
+    plan: SoakPlan,
+    prompts: Sequence[Prompt | BadPrompt],
+    control: ReplicaControl,
+    out: Path,
+    auditor: Auditor | None = None,
 ) -> int:
     """Load the server for `plan.minutes`, at least until every question was asked once.
 
@@ -125,17 +181,25 @@ def run_soak(
     """
     good = usable(prompts)
     check_folder(out)
-    return asyncio.run(_soak(server, plan, good, control, out))
+    return asyncio.run(_soak(server, plan, good, control, out, auditor))
 
 
-async def _soak(server: Server, plan: SoakPlan, prompts: Sequence[Prompt], control: ReplicaControl, out: Path) -> int:
+async def _soak(
+    server: Server,
+    plan: SoakPlan,
+    prompts: Sequence[Prompt],
+    control: ReplicaControl,
+    out: Path,
+    auditor: Auditor | None,
+) -> int:
     async with server.client() as client:
         model = await find_model(client, server.model)
         settings = asdict(plan) | {"model": model, "num_prompts": len(prompts), "timeout_s": server.timeout_s}
         about = {"settings": settings, "server": await about_server(client)}
         start_folder(out, about)
-        soak = _Soak(client, plan, questions(prompts, model, plan.max_new_tokens, plan.seed), control)
-        await soak.ask_references()
+        asked = questions(prompts, model, plan.max_new_tokens, plan.seed, tells_ids=auditor is not None)
+        soak = _Soak(client, plan, asked, control, auditor)
+        await soak.begin()
         try:
             await soak.run()
         finally:  # also after Ctrl-C: what was seen until then
@@ -149,7 +213,9 @@ async def _soak(server: Server, plan: SoakPlan, prompts: Sequence[Prompt], contr
     return 1 if report.problems else 0
 
 
-def questions(prompts: Sequence[Prompt], model: str, max_new_tokens: int, seed: int) -> list[Question]:
+def questions(
+    prompts: Sequence[Prompt], model: str, max_new_tokens: int, seed: int, tells_ids: bool = False
+) -> list[Question]:
     """One question per prompt, a function of the arguments; neighbours differ in as much as possible."""
     made = []
     for index, prompt in enumerate(prompts):
@@ -166,6 +232,8 @@ def questions(prompts: Sequence[Prompt], model: str, max_new_tokens: int, seed: 
             body["stop"] = list(stop)
         if draw.random() < 0.2:
             body["n"] = 2
+        if tells_ids:
+            body["graft"] = {"token_ids": True}
         kind = "text" if index % 4 == 3 else "chat"
         if kind == "text":
             body["prompt"] = prompt.turns[-1]
@@ -178,13 +246,22 @@ def questions(prompts: Sequence[Prompt], model: str, max_new_tokens: int, seed: 
 class _Soak:
     """One run: asks, swaps, watches, and judges in the end."""
 
-    def __init__(self, client: LoadClient, plan: SoakPlan, asked: Sequence[Question], control: ReplicaControl) -> None:
+    def __init__(
+        self,
+        client: LoadClient,
+        plan: SoakPlan,
+        asked: Sequence[Question],
+        control: ReplicaControl,
+        auditor: Auditor | None,
+    ) -> None:
         self.client, self.plan, self.questions, self.control = client, plan, list(asked), control
+        self.auditor = auditor
         self.rows: list[SoakRow] = []
         self.samples: list[ProcessSample] = []
         self.swaps: list[dict[str, Any]] = []
         self.problems: list[str] = []
-        self._references: dict[str, tuple[Any, ...]] = {}
+        self._references: dict[str, Told] = {}
+        self._others: Counter[tuple[str, Told]] = Counter()  # answers that are not the reference, for the auditor
         self._typical_s = 1.0  # of a whole answer, for clients that leave before it
         self._num_asked = self._num_rejections = 0
         self._draw = random.Random(plan.seed)
@@ -192,13 +269,20 @@ class _Soak:
         self._start = time.perf_counter()
         self._deadline = self._start
 
-    async def ask_references(self) -> None:
-        """Every question alone on an idle server. Raises `GraftError` if one is not answered."""
+    async def begin(self) -> None:
+        """Find the references, and ask every question alone on an idle server.
+
+        Raises `GraftError` if one is not answered, or the auditor knows another target.
+        """
+        if self.auditor is not None:
+            self.auditor.check(await self._fingerprint())
+            self._references = self.auditor.answers(self.questions)
         for question in self.questions:
             reply, _ = await self._ask(Ask(question.kind, question.body))
             if reply.outcome != Outcome.ok:
                 raise GraftError(f"the server does not answer {question.name}: {reply.detail or reply.outcome}")
-            self._references[question.name] = _answer(reply)
+            if self.auditor is None:
+                self._references[question.name] = Told.by(reply)
             self._typical_s = max(0.05, 0.5 * self._typical_s + 0.5 * reply.total_s)
 
     async def run(self) -> None:
@@ -274,11 +358,13 @@ class _Soak:
         self, question: Question, body: dict[str, Any], at_s: float, is_to_leave: bool, reply: Reply, num_tries: int
     ) -> None:
         is_whole = reply.outcome == Outcome.ok
-        is_as_before = _answer(reply) == self._references[question.name] if is_whole else None
+        is_as_before = Told.by(reply) == self._references[question.name] if is_whole else None
         if not is_whole and not (is_to_leave and reply.outcome == Outcome.left):
             self.problems.append(f"{question.name} at {at_s:.1f} s was lost: {reply.outcome} ({reply.detail})")
-        if is_as_before is False and not self.plan.tolerates_ties:
-            difference = _difference(self._references[question.name], _answer(reply))
+        if is_as_before is False and self.auditor is not None:
+            self._others[question.name, Told.by(reply)] += 1
+        elif is_as_before is False and not self.plan.tolerates_ties:
+            difference = _difference(self._references[question.name], Told.by(reply))
             self.problems.append(f"{question.name} at {at_s:.1f} s was answered otherwise than before: {difference}")
         self.rows.append(
             SoakRow(
@@ -342,6 +428,15 @@ class _Soak:
             if sample is not None:
                 self.samples.append(sample)
 
+    def _judge_others(self) -> list[tuple[str, int, Judgement]]:
+        """What the auditor says of each other answer: question, how often it came, judgement."""
+        if self.auditor is None:
+            return []
+        asked = {question.name: question for question in self.questions}
+        if self._others:
+            print(f"judging {len(self._others)} other answers ...", file=sys.stderr, flush=True)
+        return [(name, number, self.auditor.judge(asked[name], told)) for (name, told), number in self._others.items()]
+
     def report(self) -> SoakReport:
         """Judge what the run left."""
         problems = list(self.problems)
@@ -359,14 +454,24 @@ class _Soak:
             )
         if not compared:
             problems.append("no answer was compared: the run was too short")
+        judged = self._judge_others()
+        problems += [
+            _judged_line(name, number, judgement) for name, number, judgement in judged if not judgement.is_tie
+        ]
         return SoakReport(
             seconds=round(self.seconds, 3),
             num_requests=len(self.rows),
             outcomes=dict(sorted(Counter(row.outcome for row in self.rows).items())),
             num_rejections=self._num_rejections,
             num_tokens=sum(row.num_tokens or 0 for row in self.rows),
+            reference="the same question's answer before the load" if self.auditor is None else self.auditor.name,
             num_compared=len(compared),
             num_differing=sum(row.is_as_before is False for row in compared),
+            num_ties=sum(number for _, number, judgement in judged if judgement.is_tie),
+            differences=[
+                {"question": name, "number": number, "is_tie": judgement.is_tie} | asdict(judgement)
+                for name, number, judgement in judged
+            ],
             swaps=self.swaps,
             growth=[asdict(growth) | {"has_grown": growth.has_grown} for growth in found],
             problems=problems,
@@ -381,22 +486,30 @@ async def _every(period_s: float, act: Callable[[], Awaitable[None]], is_over: a
             await asyncio.wait_for(is_over.wait(), period_s)
 
 
-def _answer(reply: Reply) -> tuple[Any, ...]:
-    return reply.texts, reply.finish_reasons, reply.num_tokens
+def _judged_line(name: str, number: int, judgement: Judgement) -> str:
+    """The problem of an answer that rounding does not explain."""
+    found = list(judgement.faults)
+    for difference in judgement.differences:
+        if difference.kind is Kind.BUG:
+            found.append(
+                f"output token {difference.position} is {difference.method_token}, {difference.reference_token} is "
+                f"right, margin {difference.margin:.3g} (a tie up to {difference.allowed:.3g})"
+            )
+    return f"{name} was answered wrongly {number} times: {'; '.join(found)}"
 
 
-def _difference(before: tuple[Any, ...], now: tuple[Any, ...]) -> str:
+def _difference(before: Told, now: Told) -> str:
     """The first thing in which two answers differ."""
-    for first, second in zip(before[0], now[0], strict=False):
+    for first, second in zip(before.texts, now.texts, strict=False):
         if first != second:
             pairs = itertools.zip_longest(first, second)
             at = next(index for index, (one, other) in enumerate(pairs) if one != other)
             return f"character {at} on is {second[at : at + 20]!r}, it was {first[at : at + 20]!r}"
-    if len(before[0]) != len(now[0]):
-        return f"{len(now[0])} answers, it was {len(before[0])}"
-    if before[1] != now[1]:
-        return f"the reason to end is {now[1]}, it was {before[1]}"
-    return f"{now[2]} tokens, it was {before[2]}"
+    if len(before.texts) != len(now.texts):
+        return f"{len(now.texts)} answers, it was {len(before.texts)}"
+    if before.finish_reasons != now.finish_reasons:
+        return f"the reason to end is {now.finish_reasons}, it was {before.finish_reasons}"
+    return f"{now.num_tokens} tokens, it was {before.num_tokens}"
 
 
 def _pids_at(samples: Sequence[ProcessSample], end: int) -> set[int]:
@@ -421,8 +534,8 @@ def render_report(report: SoakReport, plan: SoakPlan) -> str:
         f"{report.num_rejections} times sent away and asked again, {report.num_tokens} tokens, "
         f"{len(report.swaps)} policy swaps.",
         "",
-        f"{report.num_compared} whole answers were compared with the same question's answer on an idle server; "
-        f"{report.num_differing} differ.",
+        f"{report.num_compared} whole answers were compared with {report.reference}; {report.num_differing} differ"
+        + (f", {report.num_ties} of them by a tie." if report.differences else "."),
         "",
         "| process | quantity | samples | median | growth | noise | allowed |",
         "| --- | --- | --- | --- | --- | --- | --- |",

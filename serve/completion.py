@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from graft_dist.counter_random import hash_counters
+from graft_dist.counter_random import choice_seed
 from serve import errors
 from serve.answer import Answer, Endpoint
 from serve.decode_thread import RequestStream, Streamed
@@ -110,10 +110,7 @@ class Completion:
                 sequence_id=self._service.decode.new_sequence_id(self.request_id),
                 request_id=self.request_id,
                 prompt_token_ids=prompt,
-                # The first choice has the request's own seed, the others seeds derived from it.
-                params=request.sampling(
-                    self._room(prompt), hash_counters(seed, choice) if choice else seed, request.num_logprobs
-                ),
+                params=request.sampling(self._room(prompt), choice_seed(seed, choice), request.num_logprobs),
                 method=request.graft.method,
                 index=number * request.n + choice,
             )
@@ -144,14 +141,15 @@ class Completion:
 
     async def whole(self) -> dict[str, Any]:
         """The response of a request that is not streamed. Raises `ApiError`."""
-        rounds: list[list[dict[str, Any]]] = [[] for _ in self._answers]
+        details: list[dict[str, list[Any]]] = [{} for _ in self._answers]
         while any(answer.finish_reason is None for answer in self._answers):
             streamed = await self._next()
-            rounds[streamed.index] += self._rounds(streamed)
-        choices = [answer.choice() for answer in self._answers]
-        for choice, own in zip(choices, rounds, strict=True):
-            if self._viewers:
-                choice["graft"] = {"rounds": own}
+            for key, values in self._details(streamed).items():
+                details[streamed.index].setdefault(key, []).extend(values)
+        choices = [
+            answer.choice() | ({"graft": own} if own else {})
+            for answer, own in zip(self._answers, details, strict=True)
+        ]
         kind = "chat.completion" if self._endpoint == "chat" else "text_completion"
         return self._envelope(kind, choices) | {"usage": self._usage()} | self._metrics()
 
@@ -191,13 +189,13 @@ class Completion:
             yield _event(errors.internal().body())
 
     def _chunks(self, streamed: Streamed) -> list[str]:
-        """What one engine event gives the client: text with its log-probabilities and rounds, then the end."""
+        """What one engine event gives the client: text with its log-probabilities and details, then the end."""
         answer, event = self._answers[streamed.index], streamed.event
-        rounds = self._rounds(streamed)
+        details = self._details(streamed)
         chunks = []
-        if event.text or event.logprobs or rounds:
+        if event.text or event.logprobs or any(details.values()):
             piece = answer.chunk(event.text, event.logprobs, None)
-            chunks.append(self._chunk([piece], **({"graft": {"rounds": rounds}} if self._viewers else {})))
+            chunks.append(self._chunk([piece], **({"graft": details} if details else {})))
         if event.finish_reason is not None:
             is_last = not self._request.include_usage and all(one.finish_reason for one in self._answers)
             more = self._metrics() if is_last else {}
@@ -229,10 +227,14 @@ class Completion:
         self._time(len(event.token_ids))
         return streamed
 
-    def _rounds(self, streamed: Streamed) -> list[dict[str, Any]]:
-        """The JSON views of the event's round, for a request that wants them: none or one."""
-        views = self._viewers[streamed.index].views(streamed.event) if self._viewers else []
-        return [view.to_json() for view in views]
+    def _details(self, streamed: Streamed) -> dict[str, list[Any]]:
+        """What a request that wants more is told of an event: the ids of its tokens, the view of its round if any."""
+        details: dict[str, list[Any]] = {}
+        if self._request.graft.token_ids:
+            details["token_ids"] = streamed.event.token_ids
+        if self._viewers:
+            details["rounds"] = [view.to_json() for view in self._viewers[streamed.index].views(streamed.event)]
+        return details
 
     def _time(self, num_tokens: int) -> None:
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -26,6 +27,7 @@ from serve.service import Service
 
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_BODY_S = 60.0  # in which a body has to be there
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 logger = logging.getLogger("ray.serve")
@@ -103,7 +105,7 @@ async def _complete(service: Service, keys: ApiKeys, request: Request, endpoint:
     completion = Completion(service, endpoint, request_id(request))
     try:
         keys.check(request.headers.get("authorization"))
-        body = await _body(request, service.args.max_body_bytes)
+        body = await _body(request, service.args.max_body_bytes, min(_BODY_S, service.args.max_request_s))
         await completion.start(parse(ChatRequest, body) if endpoint == "chat" else parse(CompletionRequest, body))
         if completion.is_streamed:
             return AnswerStream(completion, completion.events(await completion.first()))
@@ -148,14 +150,20 @@ def request_id(request: Request) -> str:
     return given if _REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """The body, read no further than allowed."""
+async def _body(request: Request, limit: int, limit_s: float) -> bytes:
+    """The body, read no further and no longer than allowed: who sends it bit by bit would hold a place for ever."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise ApiError(413, f"the body has more than {limit} bytes", code="body_too_large", outcome="too_long")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(limit_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise ApiError(
+                        413, f"the body has more than {limit} bytes", code="body_too_large", outcome="too_long"
+                    )
+                parts.append(part)
+    except TimeoutError:
+        raise errors.timed_out(limit_s) from None
     return b"".join(parts)
 
 

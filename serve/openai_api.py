@@ -18,6 +18,7 @@ from serve.serve_args import Method
 
 MAX_STOPS = 8
 MAX_STOP_LENGTH = 512
+MAX_STOP_IDS = 64  # each answer of a request keeps a set of its own
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
 
@@ -79,6 +80,7 @@ class GraftOptions(_Strict):
     """This project's extension: the request field `graft`."""
 
     method: Method | None = None  # decode this request with another method, where the server allows it
+    token_ids: bool = False  # tell the ids of the answer's tokens
     rounds: bool = False  # tell what every round drafted and what was accepted
     metrics: bool = False  # add counts of drafting and acceptance at the end
 
@@ -98,7 +100,7 @@ class _Completion(_Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_STOP_IDS)] = ()
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from graft_dist.audit import Difference, Kind
 from graft_dist.errors import GraftError
 from graft_dist.prompts import BadPrompt, Prompt
 from jobs.serve_bench import Server
-from jobs.soak import ReplicaControl, SoakPlan, questions, run_soak
+from jobs.soak import Judgement, Question, ReplicaControl, SoakPlan, Told, questions, run_soak
 from tests.jobs.scripted_server import event, head, json_answer, serving
 
 PROMPTS = [Prompt(f"p{index}", "chat", (f"Question {index}?",)) for index in range(40)]
@@ -83,12 +84,13 @@ class Replica:
 
 def soak(
     replica: Replica, out: Path, pids: Callable[[], list[int]] = lambda: [os.getpid()], plan: SoakPlan = PLAN,
-    prompts: Sequence[Prompt | BadPrompt] = PROMPTS,
+    prompts: Sequence[Prompt | BadPrompt] = PROMPTS, auditor: "Knowing | None" = None,
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     with serving(replica.answer) as server:
         code = run_soak(
-            Server(url=server.url, model=None, timeout_s=60.0), plan, prompts, ReplicaControl(replica.swap, pids), out
-        )
+            Server(url=server.url, model=None, timeout_s=60.0), plan, prompts, ReplicaControl(replica.swap, pids), out,
+            auditor,
+        )  # fmt: skip
     return code, json.loads((out / "soak.json").read_text())
 
 
@@ -148,6 +150,48 @@ def test_another_answer_is_named_or_counted(tolerates_ties: bool, tmp_path: Path
     assert report["num_differing"] == report["num_compared"] >= 2
     assert code == (0 if tolerates_ties else 1)
     assert ("was answered otherwise than before" in str(report["problems"])) is not tolerates_ties
+
+
+class Knowing:
+    """An auditor that knows what a good replica answers, and takes `tie` for as good."""
+
+    name = "what is right"
+
+    def __init__(self, tie: str = "") -> None:
+        self.tie = tie
+
+    def check(self, system_fingerprint: str) -> None:
+        if not system_fingerprint.startswith("graft-"):
+            raise GraftError("another target")
+
+    def answers(self, asked: Sequence[Question]) -> dict[str, Told]:
+        return {question.name: self._right(question) for question in asked}
+
+    def _right(self, question: Question) -> Told:
+        assert question.body["graft"] == {"token_ids": True}
+        number = question.body.get("n", 1)
+        prompt = question.body.get("prompt") or question.body["messages"][0]["content"]
+        return Told(tuple(f"same {prompt} {at}" for at in range(number)), ("stop",) * number, 3 * number)
+
+    def judge(self, question: Question, told: Told) -> Judgement:
+        kind = Kind.TIE if self.tie and told.texts[0].startswith(self.tie) else Kind.BUG
+        return Judgement((Difference(question.name, 4, 7, 8, 0.5, 0.1, kind),))
+
+
+def test_answers_are_compared_with_the_auditors_and_others_judged(tmp_path: Path) -> None:
+    plan = replace(PLAN, leave_share=0.0)
+    code, report = soak(Replica(), tmp_path / "good", plan=plan, prompts=FEW, auditor=Knowing())
+    assert (code, report["reference"], report["num_differing"]) == (0, "what is right", 0)
+    # A server that is consistently wrong agrees with itself, and not with the auditor.
+    code, report = soak(Replica(text="other"), tmp_path / "bad", plan=plan, prompts=FEW, auditor=Knowing())
+    assert code == 1 and report["num_differing"] == report["num_compared"] >= 2 and report["num_ties"] == 0
+    assert (
+        "was answered wrongly" in report["problems"][0] and "output token 4 is 8, 7 is right" in report["problems"][0]
+    )
+    assert sum(one["number"] for one in report["differences"]) == report["num_compared"]
+    code, report = soak(Replica(text="tied"), tmp_path / "tie", plan=plan, prompts=FEW, auditor=Knowing("tied"))
+    assert code == 0 and report["num_ties"] == report["num_differing"] == report["num_compared"] >= 2
+    assert "of them by a tie" in (tmp_path / "tie" / "soak.md").read_text()
 
 
 def test_a_sequence_that_is_left_a_replica_that_dies_and_a_swap_that_fails_are_named(

@@ -227,6 +227,21 @@ def test_rounds_show_what_was_drafted(client: OpenAI) -> None:
     assert len(whole["graft"]["rounds"]) == len(rounds)
 
 
+@pytest.mark.parametrize("method", ["plain", "ddtree"])
+def test_token_ids_are_those_of_the_text_streamed_or_not(client: OpenAI, reciter: Running, method: str) -> None:
+    body = {"graft": {"method": method, "token_ids": True}}
+    fields = {"max_tokens": 40, "n": 2, "stop": ["Д"], "extra_body": body}
+    whole = [choice.model_dump() for choice in client.chat.completions.create(**ASK, **fields).choices]
+    ids: dict[int, list[int]] = {0: [], 1: []}
+    for chunk in client.chat.completions.create(**ASK, **fields, stream=True):
+        content = chunk.model_dump()
+        ids[content["choices"][0]["index"]] += (content.get("graft") or {}).get("token_ids", [])
+    assert ids == {index: choice["graft"]["token_ids"] for index, choice in enumerate(whole)}
+    text = recite(40)
+    expected = text[: text.index("Д") + 1]  # the token that completes the stop string is the last one
+    assert [reciter.service.target.tokenizer.decode(own) for own in ids.values()] == [expected, expected]
+
+
 # ---- what is refused
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
@@ -249,6 +264,7 @@ CHAT_REFUSALS = [
     ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "invalid_value"),
     ({"stop": ["a"] * 9}, "stop", "invalid_value"),
     ({"stop": ""}, "stop", "invalid_value"),
+    ({"stop_token_ids": list(range(65))}, "stop_token_ids", "invalid_value"),
     ({"seed": "7"}, "seed", "invalid_value"),
     ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
@@ -402,6 +418,21 @@ def test_a_client_that_leaves_before_its_body_is_sent_is_no_error_of_ours(recite
     while len(reciter.reports.requests) == before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [report.outcome for report in reciter.reports.requests[before:]] == ["cancelled"]
+
+
+def test_a_body_that_never_ends_holds_its_place_no_longer_than_a_request_may(
+    serve_reciter: Callable[..., Running],
+) -> None:
+    running = serve_reciter(max_request_s=0.2)
+    try:
+        host, port = running.url.removeprefix("http://").split(":")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(head.encode() + b'{"model"')
+            assert connection.recv(4096).startswith(b"HTTP/1.1 504 ")
+        assert [report.outcome for report in running.reports.requests] == ["timeout"]
+    finally:
+        running.close()
 
 
 def test_the_log_has_a_line_of_json_per_request_and_no_texts(

@@ -7,20 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from graft_dist.audit import Kind
+from graft_dist.config import TargetConfig
+from graft_dist.errors import GraftError
 from graft_dist.policy import ddtree
 from graft_dist.prompts import Prompt
+from graft_dist.target import Target
 from jobs import cli
+from jobs.offline_answers import OfflineAnswers
 from jobs.serve_bench import Server
-from jobs.soak import ReplicaControl, SoakPlan, run_soak
+from jobs.soak import Judgement, Question, ReplicaControl, SoakPlan, run_soak
 from serve.active_policy import ActivePolicy
 from serve.serve_args import UserConfig
 from storage import run_query
-from tests.serve.conftest import Running
+from tests.serve.conftest import Running, recite
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,7 +71,7 @@ def test_a_load_test_of_a_real_service(recorded: Recorded, tmp_path: Path) -> No
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0
 
 
-def test_a_short_soak_of_a_real_service(recorded: Recorded, tmp_path: Path) -> None:
+def test_a_short_soak_of_a_real_service(recorded: Recorded, reciting_config: TargetConfig, tmp_path: Path) -> None:
     numbers = itertools.count(1)
 
     def swap() -> str:
@@ -83,11 +88,41 @@ def test_a_short_soak_of_a_real_service(recorded: Recorded, tmp_path: Path) -> N
     )  # fmt: skip
     prompts = [Prompt(f"p{index}", "chat", (f"Question {index}",)) for index in range(24)]
     server = Server(url=recorded.running.url, model=None, timeout_s=60.0)
-    code = run_soak(server, plan, prompts, ReplicaControl(swap, lambda: [os.getpid()]), tmp_path / "out")
+    auditor = OfflineAnswers(reciting_config)
+    code = run_soak(server, plan, prompts, ReplicaControl(swap, lambda: [os.getpid()]), tmp_path / "out", auditor)
     report = json.loads((tmp_path / "out" / "soak.json").read_text())
     assert code == 0, report["problems"]
+    assert report["reference"] == "plain decoding in float32, offline"
     assert report["num_differing"] == 0 and report["num_compared"] >= 12 and len(report["swaps"]) >= 1
     assert recorded.running.service.health()["sequences"] == 0
+
+
+def test_the_audit_finds_what_is_wrong_with_an_answer(reciting_config: TargetConfig, reciting_target: Target) -> None:
+    auditor = OfflineAnswers(reciting_config)
+    auditor.check(f"graft-{reciting_target.fingerprint[:8]}-v7+refused")
+    with pytest.raises(GraftError, match="another target than --config"):
+        auditor.check("graft-00000000-v7")
+    fields = {"model": "reciter", "max_tokens": 30, "seed": 3, "temperature": 0, "graft": {"token_ids": True}}
+    asked = [
+        Question("greedy", "text", fields | {"prompt": "recite"}),
+        Question("stopped", "chat", fields | {"messages": [{"role": "user", "content": "recite"}], "stop": ["世👋"]}),
+        Question("several", "text", fields | {"prompt": "recite", "temperature": 0.9, "n": 2}),
+    ]
+    right = auditor.answers(asked)
+    assert right["greedy"].texts == (recite(30),) and right["stopped"].texts == ("Stop? é",)
+    assert right["greedy"].finish_reasons == ("length",) and right["stopped"].finish_reasons == ("stop",)
+    for question in asked:
+        assert auditor.judge(question, right[question.name]) == Judgement()
+    greedy = right["greedy"]
+    ids = greedy.token_ids[0]
+    (bug,) = auditor.judge(asked[0], replace(greedy, token_ids=((*ids[:4], ids[6], *ids[5:]),))).differences
+    assert (bug.position, bug.reference_token, bug.method_token, bug.kind) == (4, ids[4], ids[6], Kind.BUG)
+    cut = replace(greedy, texts=(recite(29),), num_tokens=29, token_ids=(ids[:29],))
+    assert not auditor.judge(asked[0], cut).is_tie
+    leaking = replace(right["stopped"], texts=("Stop? é世",))
+    assert auditor.judge(asked[1], leaking).faults == ("the text of choice 0 is not that of its tokens",)
+    swapped = replace(right["several"], token_ids=right["several"].token_ids[::-1])
+    assert not auditor.judge(asked[2], swapped).is_tie
 
 
 def test_the_traffic_is_in_the_store(recorded: Recorded) -> None:
