@@ -8,27 +8,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from graft_dist.errors import ConfigError
+from graft_dist.errors import ConfigError, StoreError
 from jobs.out_file import to_json, write_aside
 from jobs.provenance import provenance
-from storage.trajectories import Snapshot, local_root
+from storage import TrajectoryStore
+from storage.trajectories import Snapshot
 
 
 class PinnedRun:
     """`run.json` in a run's folder: settings, snapshot, MLflow run, and where and how the run was begun."""
 
-    def __init__(self, path: Path, identity: str, settings: Mapping[str, Any], known: dict[str, Any] | None) -> None:
-        self._path, self.identity, self._settings = path, identity, dict(settings)
+    def __init__(
+        self,
+        path: Path,
+        store: TrajectoryStore,
+        identity: str,
+        settings: Mapping[str, Any],
+        known: dict[str, Any] | None,
+    ) -> None:
+        self._path, self._store, self.identity, self._settings = path, store, identity, dict(settings)
         self.is_new = known is None
         self.versions = None if known is None else (known["sequences_version"], known["rounds_version"])
         self.run_id: str | None = None if known is None else known["run_id"]
         self._provenance = provenance() if known is None else known["provenance"]
 
     @classmethod
-    def open(cls, out: Path, settings: Mapping[str, Any], store: str) -> PinnedRun:
+    def open(cls, out: Path, settings: Mapping[str, Any], root: str) -> PinnedRun:
         """Read the folder, which is made if it is not there. Refuses one of a run with other settings."""
         # The snapshot's versions say nothing without the store that they count in.
-        known_by = {**settings, "store": str(local_root(store))}
+        store = TrajectoryStore(root)
+        known_by = {**settings, "store": str(store.path)}
         identity = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -38,10 +47,11 @@ class PinnedRun:
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         if known is not None and known["identity"] != identity:
             raise ConfigError(f"{out} holds a run with other settings; choose another --out folder")
-        return cls(path, identity, settings, known)
+        return cls(path, store, identity, settings, known)
 
     def keep(self, snapshot: Snapshot, run_id: str | None = None) -> None:
-        """Write down what the next start goes on with."""
+        """Write down what the next start goes on with, and keep its rows in the store until `release`."""
+        self.run_id = run_id
         known = {
             "identity": self.identity,
             "run_id": run_id,
@@ -51,3 +61,15 @@ class PinnedRun:
             "provenance": self._provenance,
         }
         write_aside(self._path, to_json(known))
+        try:
+            self._store.pin(self._pin, snapshot)
+        except StoreError as error:  # such as a store that is mounted to be read: nobody can vacuum it from here either
+            print(f"{error}: a vacuum from elsewhere may delete rows that were merged more than 24 h ago", flush=True)
+
+    def release(self) -> None:
+        """The run has ended: its rows need not be kept for it."""
+        self._store.unpin(self._pin)
+
+    @property
+    def _pin(self) -> str:
+        return self.run_id or self.identity

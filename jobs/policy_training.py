@@ -146,6 +146,7 @@ def run(request: PolicyRequest) -> int:
         )
         say(f"{model_name(request.config.slug)} version {version} is the challenger in {request.tracking_uri}")
     tracked.finish()
+    pinned.release()
     return 0
 
 

@@ -3,6 +3,7 @@
     <root>/sequences/   Delta table: _delta_log/ and target=<slug>/date=<day>/unit-<id>-<attempt>.parquet
     <root>/rounds/      the same for the rounds
     <root>/_tmp/        files being written; never read, never named *.parquet
+    <root>/_pins/       snapshots that learning runs still read, see `pins`
 
 A *unit* (some tens of prompts) is one sequences file and one rounds file of one *attempt*. Who does what:
 
@@ -50,6 +51,7 @@ from graft_dist.errors import StoreError
 from storage import schema as tables
 from storage.compaction import compact_table, live_files
 from storage.parquet_files import distinct_values, sha256_of, write_file
+from storage.pins import Pins
 from storage.retention import forget_days, forget_run
 from storage.schema import PARTITION_COLUMNS, PARTITION_FIELDS, SCHEMA_VERSION, Provenance, UnitKey
 
@@ -494,8 +496,23 @@ class TrajectoryStore:
                 num_files += forget_run(log, folder, self.path / "_tmp", run_id)
         return num_files
 
+    def pin(self, name: str, snapshot: Snapshot) -> None:
+        """Keep the files of a snapshot from `vacuum` until `unpin`, or until `pins.PIN_DAYS` after the last `pin`.
+
+        Raises:
+            StoreError: the store cannot be written.
+        """
+        versions = {"sequences": snapshot.sequences_version, "rounds": snapshot.rounds_version}
+        Pins(self.path).put(name, versions)
+
+    def unpin(self, name: str) -> None:
+        """Take a pin away, if there is one."""
+        Pins(self.path).take_away(name)
+
     def vacuum(self, retention_hours: int = 24) -> list[str]:
         """Delete files that the log no longer names, or never did: of killed attempts, compacted ones, half-written.
+
+        Files of pinned snapshots stay, however old they are.
 
         Args:
             retention_hours: files younger than this stay. Must be longer than a unit's decoding, its wait for a commit,
@@ -507,7 +524,11 @@ class TrajectoryStore:
         deleted = []
         for table in self._schemas:
             gone = self._log(table).vacuum(
-                retention_hours=retention_hours, dry_run=False, enforce_retention_duration=False, full=True
+                retention_hours=retention_hours,
+                dry_run=False,
+                enforce_retention_duration=False,
+                full=True,
+                keep_versions=Pins(self.path).versions(table) or None,
             )
             deleted += [f"{table}/{path}" for path in gone]
         oldest = time.time() - 3600 * retention_hours

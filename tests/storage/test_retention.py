@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -109,3 +110,20 @@ def test_of_two_at_once_one_changes_nothing(store: TrajectoryStore) -> None:
 def test_what_to_forget_has_to_be_clear(store: TrajectoryStore, what: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give either"):
         store.forget(**what)
+
+
+def test_pinned_rows_outlive_vacuum_until_their_run_ends_or_is_given_up(store: TrajectoryStore) -> None:
+    read = store.snapshot()
+    store.pin("learning", read)
+    store.pin("given-up", read)
+    store.forget(before=date(2026, 1, 3))
+    store.compact()
+    store.vacuum(0)
+    with connect(store.path, snapshot=read, threads=1) as connection:
+        assert connection.sql("SELECT count(*) FROM rounds").fetchall() == [(8,)]
+    store.unpin("learning")
+    store.unpin("learning")
+    assert store.vacuum(0) == []
+    os.utime(store.path / "_pins" / "given-up.json", (1, 1))
+    assert {path.rpartition("/")[2] for path in store.vacuum(0)} == {f"unit-u{n}-a-u{n}.parquet" for n in (1, 2, 3)}
+    assert units(store) == both("u4")
