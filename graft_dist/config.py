@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from graft_dist.errors import ConfigError
 from graft_dist.prompt_source import PromptSource
-from graft_dist.retraining import Retraining
+from graft_dist.retraining import DriftRule, Retraining
 from graft_dist.schedule import Schedule
 
 BUILTIN_TARGETS = ("builtin:smollm2-135m",)
@@ -217,6 +217,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("schedule",): Schedule,
     ("retrain",): Retraining,
     ("retrain", "prompts"): PromptSource,
+    ("retrain", "drift"): DriftRule,
 }
 
 

@@ -12,6 +12,15 @@ _Path = Annotated[str, Field(min_length=1, description="a folder, or ~/folder")]
 _Count = Annotated[int, Field(ge=1, le=10_000_000, description="a whole number from 1 to 10000000")]
 
 
+class DriftRule(BaseModel):
+    """When recent rounds are said to have drifted from those that the champion was trained on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    drop: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False, description="a share above 0 and below 1")] = 0.05
+    min_rounds: _Count = 1000
+
+
 class Retraining(BaseModel):
     """One retraining run: collect, compact, train, evaluate, promote or not, clean up."""
 
@@ -39,6 +48,7 @@ class Retraining(BaseModel):
     ] = (0, 4, 8, 16, 32, 64)
     dense: Annotated[bool, Field(description="true or false")] = True
     hidden: Annotated[int, Field(ge=0, le=4096, description="a whole number from 0, none, to 4096")] = 0
+    drift: Annotated[DriftRule, Field(description="a mapping with the keys drop and min_rounds")] = DriftRule()
     min_new_sequences: Annotated[int, Field(ge=0, description="a whole number from 0 on")] = 1
 
     # How the challenger is trained, see jobs/train.py.

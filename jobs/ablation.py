@@ -112,6 +112,7 @@ def run(request: AblationRequest) -> int:
     write_aside(request.out / "rows.jsonl", _lines(rows))
     write_aside(request.out / "summary.md", summary(rows, request.variants))
     shutil.rmtree(request.out / "lessons", ignore_errors=True)  # gigabytes that nobody reads again
+    pinned.release()
     say(f"{len(rows)} rows and the tables are in {request.out}")
     return 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from typer.exceptions import TyperException
 
 from graft_dist import __version__
 from graft_dist.config import TargetConfig, load_config, targets_folder
-from graft_dist.errors import GraftError, PolicyError, PromptError
+from graft_dist.errors import ConfigError, GraftError, PolicyError, PromptError
 
 if TYPE_CHECKING:
     from graft_dist.prompts import BadPrompt, Prompt
@@ -67,6 +67,13 @@ class TableFormat(StrEnum):
     table = "table"
     csv = "csv"
     json = "json"
+
+
+class RoundSource(StrEnum):
+    """Where recorded rounds come from."""
+
+    traffic = "traffic"
+    collect = "collect"
 
 
 class ReplayFormat(StrEnum):
@@ -443,6 +450,45 @@ def replay(
         cost=cost,
     )
     raise typer.Exit(run_replay(request, format.value))
+
+
+@app.command()
+def drift(
+    config: Config,
+    store: Annotated[
+        str | None, typer.Option(help="Trajectory store, a folder or a file:// URI; default: the config's, of retrain.")
+    ] = None,
+    since: Annotated[
+        datetime | None,
+        typer.Option(
+            formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"], help="Recent is from then on (UTC); default: the champion's time."
+        ),
+    ] = None,
+    source: Annotated[RoundSource, typer.Option(help="Recent rounds: users' requests, or what jobs collected.")] = (
+        RoundSource.traffic
+    ),
+    tracking_uri: Tracking = None,
+    format: Annotated[ReplayFormat, typer.Option(help="How to print.")] = ReplayFormat.table,
+) -> None:
+    """Compare the acceptance of recent rounds with that of the rounds the champion was trained on."""
+    from graft_dist.retraining import DriftRule
+    from jobs.drift import DriftRequest, run_drift
+    from jobs.registry_command import tracking_uri as resolved
+
+    settings = load_config(config)
+    if store is None and settings.retrain is None:
+        raise ConfigError(f"{config} has no section retrain: say with --store where rounds are recorded")
+    known = settings.retrain
+    request = DriftRequest(
+        config=settings,
+        rule=DriftRule() if known is None else known.drift,
+        store=store or ("" if known is None else known.store),
+        tracking_uri=resolved(tracking_uri or (None if known is None else known.tracking_uri)),
+        every_prompt=known is not None and known.every_prompt,
+        source=source.value,
+        since=None if since is None else since.replace(tzinfo=UTC),
+    )
+    raise typer.Exit(run_drift(request, format.value))
 
 
 @app.command()

@@ -94,6 +94,7 @@ def request_from(options: argparse.Namespace) -> RetrainRequest:
         policy_request=policy_request,
         run_id=options.run_id,
         wait_s=options.wait,
+        only_if_drifted=options.if_drifted,
         address=options.address,
     )
 
@@ -107,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tracking-uri", metavar="URI", help="MLflow, instead of the configuration's")
     add("--num-prompts", type=count, metavar="N", help="fresh prompts at most, instead of the configuration's")
     add("--run-id", metavar="ID", help="go on with this run, or begin one of this name (default: the unfinished one)")
+    add("--if-drifted", action="store_true", help="only if recorded traffic accepts less than the champion's training")
     add("--wait", type=float, default=0.0, metavar="S", help="wait so many seconds for another run to end (0)")
     return parser
 

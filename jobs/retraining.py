@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from graft_dist.config import TargetConfig
-from graft_dist.errors import ConfigError, GraftError, RegistryError
+from graft_dist.drift import Drift, Verdict
+from graft_dist.errors import ConfigError, GraftError, RegistryError, StoreError
 from graft_dist.retraining import Retraining
 from graft_dist.sampling import SamplingParams
 from jobs.cluster import job_id
 from jobs.collection import CollectRequest
 from jobs.collection import run as collect
 from jobs.decode_spec import DecodeSpec
+from jobs.drift import DriftRequest, find_drift
 from jobs.driver import Ending
 from jobs.evaluation import Evaluator, evidence_of
 from jobs.fresh_prompts import asked_before, choose_fresh, count_unlearned, write_prompts
@@ -65,6 +67,7 @@ class RetrainRequest:
     """Makes the training's request, given the folder for what it leaves."""
     run_id: str | None = None  # None: the unfinished run, else a new one
     wait_s: float = 0.0  # for another run of the same target to end
+    only_if_drifted: bool = False  # else "nothing new", unless there is nothing to compare recent rounds with
     address: str | None = None  # of the Ray cluster
 
     @property
@@ -187,8 +190,11 @@ class _Job:
         return [Step(action.__name__, action) for action in actions]
 
     def choose(self, results: Results) -> Any:
-        """Choose the prompts, and write them down."""
-        settings = self.settings
+        """Look whether acceptance has drifted, choose the prompts, and write them down."""
+        settings, drift = self.settings, self._drift()
+        say(drift.sentence)
+        if self.request.only_if_drifted and not drift.calls_for_training:
+            return Ends("nothing new", drift.sentence)
         fresh = choose_fresh(
             settings.prompts,
             asked_before(self.request.runs),
@@ -199,7 +205,7 @@ class _Job:
         if num_new < settings.min_new_sequences:
             return Ends("nothing new", f"{num_new} fresh prompts, and {settings.min_new_sequences} are asked for")
         write_prompts(self.folder / "prompts.jsonl", fresh)
-        return {"num_prompts": len(fresh)}
+        return {"num_prompts": len(fresh), "drift": asdict(drift)}
 
     def collect(self, results: Results) -> Any:
         """Decode the prompts with exploring budgets; goes on by itself where it was cut off."""
@@ -284,6 +290,7 @@ class _Job:
             "graft.gate.low": f"{replayed.low:.4f}",
             "graft.gate.high": f"{replayed.high:.4f}",
             "graft.gate.run": self.folder.name,
+            **_drift_tags(results["choose"].get("drift")),
         }
         registry.tag(self.slug, version, tags)
         report = write_report(self.folder / "report.html", self.slug, version, line, results, self.folder / "training")
@@ -298,5 +305,31 @@ class _Job:
             num_files = store.forget(before=(datetime.now(UTC) - timedelta(days=days)).date(), target=self.slug)
         return {"num_forgotten_files": num_files, "num_deleted_files": len(store.vacuum())}
 
+    def _drift(self) -> Drift:
+        try:
+            return find_drift(
+                DriftRequest(
+                    config=self.config,
+                    rule=self.settings.drift,
+                    store=self.request.store,
+                    tracking_uri=self.request.tracking_uri,
+                    every_prompt=self.settings.every_prompt,
+                )
+            )
+        except StoreError as error:  # a store that is new, say; whether the run can work, its own steps will find
+            return Drift(Verdict.unknown, f"drift cannot be measured ({error})")
+
     def _registry(self) -> Registry:
         return Registry(self.request.tracking_uri)
+
+
+def _drift_tags(drift: Mapping[str, Any] | None) -> dict[str, str]:
+    """None: the run began with a version of this program that did not look at drift."""
+    if drift is None:
+        return {}
+    numbers = {f"graft.drift.{name}": drift[name] for name in ("ratio", "low", "high")}
+    return {
+        "graft.drift": drift["verdict"],
+        "graft.drift.reason": drift["sentence"],
+        **{name: f"{value:.4f}" for name, value in numbers.items() if value is not None},
+    }

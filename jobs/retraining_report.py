@@ -36,6 +36,7 @@ def write_report(path: Path, slug: str, version: int, line: str, results: Mappin
         _evidence("On the same recorded rounds of held-out prompts (replay)", evaluated["replay"]),
         *([_evidence("Decoding in turns", evaluated["live"])] if evaluated["live"] is not None else []),
         _audit(evaluated),
+        *([_drift(results["choose"]["drift"])] if "drift" in results["choose"] else []),
         "<h2>Steps</h2>",
         _table(["step", "result"], [[name, _short(result)] for name, result in results.items() if name != "evaluate"]),
         *(["<h2>Training</h2>"] if (training / "plots").is_dir() else []),
@@ -88,6 +89,27 @@ def _audit(evaluated: Mapping[str, Any]) -> str:
     )
 
 
+def _drift(found: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            row["side"],
+            row["task"],
+            f"{row['num_prompts']}",
+            f"{row['num_rounds']}",
+            f"{row['mat']:.2f}",
+            f"{row['mismatch_rate']:.1%}",
+            f"{row['conf']:.3f}",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["rounds of", "task", "prompts", "rounds", "tokens a round", "mismatch", "confidence"]
+    sentence = found["sentence"][:1].upper() + found["sentence"][1:]
+    return (
+        "<h2>Recent traffic against the champion's training (replay of the drafter's own trees)</h2>"
+        f"<p>{escape(sentence)}.</p>{_table(head, rows) if rows else ''}"
+    )
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cells = ["".join(f"<th>{escape(name)}</th>" for name in head)]
     cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
@@ -97,4 +119,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _short(result: Any) -> str:
     if not isinstance(result, Mapping):
         return str(result)
-    return ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in result.items())[:300]
+    plain = {name: value for name, value in result.items() if not isinstance(value, Mapping)}
+    return ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in plain.items())[:300]

@@ -40,6 +40,9 @@ class RecordedSequence:
     prompt_token_ids: tuple[int, ...]
     num_decoded: int  # rounds of the wanted shape
     num_dense: int
+    source: str  # collect or traffic
+    is_sampled: bool  # at a temperature above 0
+    written_at: float  # seconds since 1970
 
     @property
     def key(self) -> Key:
@@ -139,7 +142,8 @@ def recorded_sequences(
             WHERE target = $target AND {shape.condition}
             GROUP BY ALL
         )
-        SELECT unit_id, sequence_id, prompt_id, task, run_id, prompt_token_ids, num_decoded, num_dense
+        SELECT unit_id, sequence_id, prompt_id, task, run_id, prompt_token_ids, num_decoded, num_dense,
+            coalesce(source, 'collect'), temperature > 0, epoch(written_at)
         FROM counted JOIN sequences USING (unit_id, attempt, sequence_id)
         WHERE error IS NULL AND drafter_fingerprint = $drafter
         ORDER BY unit_id, sequence_id
@@ -147,9 +151,19 @@ def recorded_sequences(
         {"target": target, "drafter": drafter_fingerprint},
     ).fetchall()
     return [
-        RecordedSequence(unit, sequence, prompt, task, run, tuple(prompt_token_ids), num_decoded, num_dense)
-        for unit, sequence, prompt, task, run, prompt_token_ids, num_decoded, num_dense in rows
+        RecordedSequence(unit, sequence, prompt, task, run, tuple(prompt_token_ids), *others)
+        for unit, sequence, prompt, task, run, prompt_token_ids, *others in rows
     ]
+
+
+def count_sequences(connection: duckdb.DuckDBPyConnection, target: str, source: str, since: float) -> int:
+    """How many sequences of a target (slug) and source were written from `since` on (seconds since 1970)."""
+    (row,) = connection.execute(
+        """SELECT count(*) FROM sequences
+           WHERE target = ? AND coalesce(source, 'collect') = ? AND epoch(written_at) >= ?""",
+        [target, source, since],
+    ).fetchall()
+    return int(row[0])
 
 
 def round_records(

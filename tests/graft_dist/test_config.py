@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from graft_dist.config import Resources, TargetConfig, is_folder_spec, load_config, targets_folder
 from graft_dist.errors import ConfigError
 from graft_dist.prompt_source import PromptSource
-from graft_dist.retraining import Retraining
+from graft_dist.retraining import DriftRule, Retraining
 from graft_dist.schedule import Schedule
 
 MINIMAL = "target: builtin:smollm2-135m\ndrafter: builtin:smollm2-135m\n"
@@ -162,6 +162,7 @@ def test_folders_are_told_from_hub_ids() -> None:
         ("retrain: {}", ["the key retrain.prompts is missing", "a list of sources"]),
         ("retrain: {prompts: [{path: a.jsonl}], marjin: 0}", ["unknown key retrain.marjin", "did you mean margin?"]),
         ("retrain: {prompts: [{path: a.jsonl}], margin: 2}", ["retrain.margin is 2", "a share from 0 to 1"]),
+        ("retrain: {prompts: [{path: a.jsonl}], drift: {drop: 2}}", ["retrain.drift.drop is 2", "a share above 0"]),
         ("retrain: {prompts: [{path: a.jsonl}], explore: [0, 8]}", ["retrain.explore", "two of them at least above 0"]),
         ("retrain: {prompts: [{path: a.jsonl, limit: 0}]}", ["retrain.prompts.0.limit is 0", "from 1 on"]),
         ("retrain: {prompts: [{path: a.jsonl, hub: a/b}]}", ["retrain.prompts.0", "either path or hub"]),
@@ -229,9 +230,10 @@ def test_long_values_are_cut_in_messages(tmp_path: Path) -> None:
 
 def test_every_key_is_documented() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    sections = {"resources": Resources, "retrain": Retraining, "schedule": Schedule}
-    keys = [key for key in TargetConfig.model_fields if key not in sections]
+    sections = {"resources": Resources, "retrain": Retraining, "retrain.drift": DriftRule, "schedule": Schedule}
+    keys = list(TargetConfig.model_fields)
     keys += [f"{section}.{key}" for section, model in sections.items() for key in model.model_fields]
+    keys = [key for key in keys if key not in sections]
     keys += [f"retrain.prompts[].{key}" for key in PromptSource.model_fields if key not in ("revision", "files")]
     assert [key for key in keys if f"| `{key}` |" not in page] == []
 

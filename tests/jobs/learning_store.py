@@ -52,23 +52,29 @@ def write_store(
     config: TargetConfig,
     target: Target,
     drafter_fingerprint: str,
+    num_prompts: int = 42,
     *,
     run_id: str = "run-1",
-    num_prompts: int = 42,
+    source: str = "collect",
+    misses: float = 0.0,
     slower: int = 1,
 ) -> None:
-    """Commit one unit of decoded and dense rounds of every prompt; `slower` multiplies the time of verifying."""
+    """Commit a run of one unit: decoded and dense rounds of every prompt.
+
+    `misses`: how often the drafter has not the true story among a depth's candidates; `slower` multiplies the time of
+    verifying.
+    """
     random = np.random.default_rng(0)
     follows = successors()
     sequences: list[SequenceRecord] = []
     rounds: list[RoundRecord] = []
     for number, text in enumerate(prompt_texts(num_prompts)):
-        name, task = f"s{number:03d}", ("code", "chat")[number // 4 % 2]
+        name, task = f"{run_id}-{number:03d}", ("code", "chat")[number // 4 % 2]
         ids = render(target.tokenizer, Prompt(name, task, (text,)))
         words = [int(random.integers(NUM_WORDS))]
         while len(words) < LENGTH:
             words.append(int(follows[words[-1]]))
-        own = _rounds(name, len(ids), words, follows, random)
+        own = _rounds(name, len(ids), words, follows, random, misses)
         own = [replace(record, verify_ns=slower * record.verify_ns) for record in own]
         rounds += own
         decoded = [record for record in own if record.kind == "decoded"]
@@ -98,33 +104,38 @@ def write_store(
         policy_fingerprint="p-1",
         hardware="test CPU, 1 thread, float32",
         software="graft-dist",
+        source=source,
     )
     store = TrajectoryStore(root)
     dataset = {"target_fingerprint": target.fingerprint, "tokenizer_sha256": target.tokenizer_sha256}
     turn = store.begin(run_id, config.slug, dataset)
-    key = UnitKey(unit_id=f"unit-{run_id}", attempt="attempt-1", run_id=run_id)
+    key = UnitKey(unit_id=f"unit-of-{run_id}", attempt=f"attempt-of-{run_id}", run_id=run_id)
     store.commit(store.write_unit(key, provenance, sequences, rounds), run_id, turn)
 
 
 def _rounds(
-    name: str, num_prompt: int, words: list[int], follows: np.ndarray, random: np.random.Generator
+    name: str, num_prompt: int, words: list[int], follows: np.ndarray, random: np.random.Generator, misses: float
 ) -> list[RoundRecord]:
     rounds: list[RoundRecord] = []
     at = 0
     while at + DEPTH + 2 < LENGTH:
-        rounds.append(_decoded(name, len(rounds), num_prompt, at, words, follows, random))
+        rounds.append(_decoded(name, len(rounds), num_prompt, at, words, follows, random, misses))
         at += rounds[-1].num_tokens
     dense = [_dense(name, at, num_prompt, words, follows, random) for at in range(0, LENGTH - DEPTH - 2, 3)]
     return rounds + dense
 
 
-def _candidates(root: int, follows: np.ndarray, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _candidates(
+    root: int, follows: np.ndarray, random: np.random.Generator, misses: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
     """[D, K] ids and log-probabilities."""
     true, decoy = int(follows[root]), int(random.integers(NUM_WORDS))
     ids, log_probs = np.zeros((DEPTH, WIDTH), np.int32), np.zeros((DEPTH, WIDTH), np.float32)
     for depth in range(DEPTH):
         others = [word for word in random.permutation(NUM_WORDS).tolist() if word not in (true, decoy)]
         pair = [true, decoy] if true != decoy else [true, others.pop()]
+        if misses > 0 and random.random() < misses:
+            pair[0] = others.pop()
         ids[depth] = FIRST_WORD + np.array([*random.permutation(pair), *others[: WIDTH - 2]])
         log_probs[depth] = np.log([0.48, 0.42, 0.06, 0.04])
         true, decoy = int(follows[true]), int(follows[decoy])
@@ -147,10 +158,17 @@ def _logits(parents: list[int], ids: np.ndarray, follows: np.ndarray) -> np.ndar
 
 
 def _decoded(
-    name: str, index: int, num_prompt: int, at: int, words: list[int], follows: np.ndarray, random: np.random.Generator
+    name: str,
+    index: int,
+    num_prompt: int,
+    at: int,
+    words: list[int],
+    follows: np.ndarray,
+    random: np.random.Generator,
+    misses: float,
 ) -> RoundRecord:
     root, budget = FIRST_WORD + words[at], int(random.choice(BUDGETS))
-    ids, log_probs = _candidates(words[at], follows, random)
+    ids, log_probs = _candidates(words[at], follows, random, misses)
     scores = MarginalScorer().score(np.array([root]), ids[None], log_probs[None])
     tree = build_tree(root, ids, scores[0], budget, DEPTH)
     path, node = [], 0

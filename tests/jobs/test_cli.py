@@ -43,6 +43,7 @@ SURFACE = {
     "bench-serve": "--prompts --out --url --model --api-key-file --arms --concurrency --rates --blocks "
     "--block-requests --max-new-tokens --temperature --seed --slo-ttft --slo-token --timeout --limit --soak "
     "--leave-share --policies --swap-every --sample-every --tolerate-ties --dashboard --app --tracking-uri",
+    "drift": "--config --store --since --source --tracking-uri --format",
     "query": "--store --format",
     "replay": "--store --method --policy --config --budgets --target --task --prompts --held-out --cost --format",
     "rollback": "--config --tracking-uri --address",

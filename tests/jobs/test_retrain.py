@@ -129,16 +129,19 @@ def test_a_run_that_is_killed_at_every_step_ends_as_if_it_never_was(project: Pro
     assert counts == [(40, 40)]
     (version,) = project.registry.versions(project.slug)
     assert version.aliases == ("challenger", "champion")
+    assert version.tags["graft.drift"] == "unknown"
     assert version.tags["graft.gate.decision"] == "promoted" and version.tags["graft.gate.champion"] == "none"
     (end,) = (project.folder / "runs").glob("*/*/end.json")
     assert json.loads(end.read_text())["exit_code"] == 0
     page = (end.parent / "report.html").read_text()
     assert "promoted v1" in page and "data:image/" in page and "2 answers against transformers" in page
+    assert "there is no champion yet" in page
 
 
 def test_nothing_new(project: Project) -> None:
     code, output = project.run_here("--run-id", "idle")
     assert code == 0 and last_line(output).startswith("retrain: nothing new: 0 fresh prompts")
+    assert "no drift seen (no traffic was recorded since" in output
     code, output = project.run_here("--run-id", "idle")
     assert code == 0 and "has ended already" in output
 
