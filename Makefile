@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Of the 25,000 modules a run imports a tenth; Python compiles those when it needs them, instead of pip all of them.
 INSTALL := $(PIP) install -qq --no-compile
 
-.PHONY: help setup quickstart test check lock clean
+.PHONY: help setup quickstart demo test check lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -29,6 +29,9 @@ $(STAMP): requirements.lock requirements-target.lock pyproject.toml
 
 quickstart: setup  ## collect trajectories on a local Ray cluster, ask them questions, watch one answer live
 	$(BIN)/python -m jobs.quickstart
+
+demo: setup  ## learn, serve, learn again under load, refuse, roll back; writes docs/demo/
+	$(BIN)/python -m jobs.demo
 
 test: setup check  ## set up, then lint, types and every test
 

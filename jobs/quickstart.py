@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -105,13 +105,19 @@ def _collect_command(request: QuickstartRequest) -> list[str]:
     ]  # fmt: skip
 
 
-def follow(client: JobSubmissionClient, job: str, poll_s: float = 0.5) -> JobDetails:
-    """Print a job's log as it grows until the job is over. Polls: a log stream may break off while the job goes on."""
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def follow(
+    client: JobSubmissionClient, job: str, poll_s: float = 0.5, write: Callable[[str], None] = _write
+) -> JobDetails:
+    """Write a job's log as it grows until the job is over. Polls: a log stream may break off while the job goes on."""
     num_printed = 0
     while True:
         details = client.get_job_info(job)
         log = client.get_job_logs(job)
-        print(log[num_printed:], end="", flush=True)
+        write(log[num_printed:])
         num_printed = len(log)
         if details.status.is_terminal():
             return details
@@ -146,7 +152,7 @@ def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
 
 
 def _print_text(request: Request, text: str) -> None:
-    print(text, end="", flush=True)
+    _write(text)
 
 
 def _title(text: str) -> None:

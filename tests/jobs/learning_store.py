@@ -47,7 +47,7 @@ def prompt_texts(num_prompts: int) -> list[str]:
     return wanted + [text for text in texts if not is_held_out([text])][:2]
 
 
-def write_store(
+def write_store(  # noqa: PLR0913
     root: Path,
     config: TargetConfig,
     target: Target,

@@ -1,0 +1,82 @@
+"""Parts of the demonstration that need no cluster: its prompts, its users, what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graft_dist.config import TargetConfig
+from graft_dist.errors import GraftError
+from graft_dist.prompts import is_held_out, learning_split
+from jobs.demo import Demo, DemoRequest, Stage, _verdict, made_prompts, render_report
+from jobs.demo_users import Asked, Users
+from jobs.load_client import Outcome
+from tests.jobs.scripted_server import json_answer, serving
+
+
+def test_there_are_prompts_enough_of_every_split() -> None:
+    prompts = made_prompts()
+    assert len({prompt.turns for prompt in prompts}) == len({prompt.id for prompt in prompts}) == len(prompts)
+    splits = Counter(learning_split(prompt.turns) for prompt in prompts if is_held_out(prompt.turns))
+    assert splits["fit"] > 200 and min(splits.values()) > 50 and sum(splits.values()) > 50 + 180
+
+
+def test_every_request_of_a_user_is_counted() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def handler(path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if path == "/v1/models":
+            writer.write(json_answer({"data": [{"id": "tiny"}]}))
+        elif len(seen) >= 6:
+            writer.write(json_answer({"error": {"message": "broken"}}, "500 Internal Server Error"))
+        else:
+            seen.append(body)
+            choice = {"index": 0, "message": {"content": "Yes."}, "finish_reason": "stop"}
+            graft = {"policy_version": 7, "rounds": 2}
+            answer = {"choices": [choice], "usage": {"completion_tokens": 5}, "metrics": {"graft": graft}}
+            writer.write(json_answer(answer) if not body["stream"] else b"")  # a stream is cut
+        await writer.drain()
+
+    with serving(handler) as server, Users(server.url, made_prompts(), 8) as users:
+        while len(users.asked) < 10:
+            time.sleep(0.01)
+    whole = [one for one in users.asked if one.is_answered]
+    assert len(whole) == 3 and {(one.version, one.num_tokens, one.num_rounds) for one in whole} == {("v7", 5, 2)}
+    assert {one.outcome for one in users.asked} == {Outcome.ok, Outcome.unreachable, Outcome.refused}
+    assert {body["model"] for body in seen} == {"tiny"}
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    with pytest.raises(GraftError, match="the users ended early"), Users("http://127.0.0.1:9", made_prompts(), 8):
+        pass
+
+
+def test_the_report(tiny_config: TargetConfig) -> None:
+    asked = [Asked(4, Outcome.ok, "v1", 2.0, 20, 10), Asked(4, Outcome.ok, "v2", 1.0, 20, 8)]
+    stages = [Stage("a first policy", 3.0, 60.0, "promoted v1: it is faster")]
+    page = render_report(tiny_config, stages, [*asked, Asked(1, Outcome.cut, "", 1.0, 0, 0)], 600.0)
+    assert "| 3 s | 60 s | a first policy | promoted v1: it is faster |" in page
+    assert "| v1 | 4 | 1 | 1 | 2.00 | 10.0 |" in page and "| v2 | 4 | 1 | 1 | 2.50 | 20.0 |" in page
+    assert "3 requests, of which 1 got no whole answer." in page and "10.0 minutes" in page
+
+
+def test_the_log_has_no_folders_of_this_machine(tmp_path: Path) -> None:
+    request = DemoRequest(
+        config=Path("targets/smollm2-135m.yaml"), work=tmp_path / "work", out=tmp_path / "out", num_prompts=(1, 1),
+        steps=(1, 1), max_new_tokens=8, busy_s=1.0,
+    )  # fmt: skip
+    Demo(request).write(f"run in {tmp_path / 'work'}/runs\n")
+    assert (tmp_path / "out" / "demo.log").read_text() == "run in WORK/runs\n"
+
+
+def test_the_last_word_of_a_retraining_counts() -> None:
+    lines = ["retrain: step 1 of 7: choose", "retrain: no drift seen (x)", "retrain: promoted v2: replay: ..."]
+    assert _verdict(lines) == "promoted v2: replay: ..."
+    with pytest.raises(GraftError, match="said nothing of its end"):
+        _verdict(json.dumps(lines[:1]).splitlines())
