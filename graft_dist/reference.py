@@ -35,7 +35,7 @@ from graft_dist.config import TargetConfig
 from graft_dist.counter_random import uniform
 from graft_dist.generate import Answer, Request
 from graft_dist.sampling import SamplingParams
-from graft_dist.target import DTYPES, Target, locate
+from graft_dist.target import Target, locate
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Reference:
         model = AutoModelForCausalLM.from_pretrained(
             locate(config.target),
             revision=config.revision,
-            dtype=DTYPES[config.dtype],
+            dtype=target.dtype,
             trust_remote_code=config.trust_remote_code,
             device_map={"": target.device} if target.device.type == "cuda" else None,
         )

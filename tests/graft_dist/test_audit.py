@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from graft_dist.audit import Kind, TieRule, audit_answers, chi_square, compare, first_difference
+from graft_dist.config import TargetConfig
 from graft_dist.engine import Engine
 from graft_dist.generate import Answer, Request, answer_all, failed_answer
 from graft_dist.policy import DecodingPolicy, chain, ddtree, plain
@@ -112,6 +113,11 @@ def test_a_models_own_generation_config_does_not_reach_the_reference(tiny_folder
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.top_k = 1
     assert reference_for(model, GREEDY).generate(PROMPTS[0].token_ids, [], 16) == before
+
+
+def test_the_reference_is_loaded_in_the_format_that_the_target_chose(tiny_llama: Target) -> None:
+    config = TargetConfig(target=tiny_llama.spec, drafter="./unread", dtype="auto", device="cpu")
+    assert Reference.load(config, tiny_llama, GREEDY).model.dtype == tiny_llama.dtype
 
 
 def test_timed_answer_is_the_reference_answer(reference_model) -> None:
