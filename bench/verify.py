@@ -56,14 +56,19 @@ def pairs_of(raw: list[Row], cell: Row) -> list[tuple[Row, Row]]:
         is_arm = (row["method"], row["budget"]) == (cell["method"], cell["budget"])
         if is_arm and cell["task"] in (row["task"], "all") and row["prompt_id"] in plain:
             pair = plain[row["prompt_id"]], row
-            if all(one["num_output_tokens"] > 1 for one in pair):
+            if all(num_decoded(one) > 0 for one in pair):
                 pairs.append(pair)
     return pairs
 
 
+def num_decoded(row: Row) -> int:
+    """Output tokens but the first of each prompt, which comes from the prompt's own pass; old rows have one prompt."""
+    return int(row["num_output_tokens"] - row.get("batch", 1))
+
+
 def speedup_of(pairs: list[tuple[Row, Row]]) -> float:
     seconds_per_token = [
-        sum(pair[side]["decode_s"] for pair in pairs) / sum(pair[side]["num_output_tokens"] - 1 for pair in pairs)
+        sum(pair[side]["decode_s"] for pair in pairs) / sum(num_decoded(pair[side]) for pair in pairs)
         for side in (0, 1)
     ]
     return float(seconds_per_token[0] / seconds_per_token[1])
@@ -73,12 +78,12 @@ def recompute(raw: list[Row], outputs: dict[tuple[str, str, int], Row], cell: Ro
     """The cell's numbers, the interval excepted."""
     pairs = pairs_of(raw, cell)
     own = [row for _, row in pairs]
-    num_decoded = sum(row["num_output_tokens"] - 1 for row in own)
+    total = sum(num_decoded(row) for row in own)
     num_rounds = sum(row["num_rounds"] for row in own)
     return {
         "speedup": speedup_of(pairs),
-        "mat": num_decoded / num_rounds if num_rounds else None,
-        "tokens_per_s": num_decoded / sum(row["decode_s"] for row in own),
+        "mat": total / num_rounds if num_rounds else None,
+        "tokens_per_s": total / sum(row["decode_s"] for row in own),
         "mean_budget": sum(outputs[key_of(row)]["num_drafted"] for row in own) / num_rounds if num_rounds else 0.0,
         "num_prompts": len(pairs),
     }
@@ -113,6 +118,21 @@ def bench_differences(folder: Path) -> list[str]:
                 found.append(f"{name}: {column} is {cell[column]}, another resampling gives {value}")
         if _table_line(cell) not in tables:
             found.append(f"{name}: summary.md does not have the line of summary.json")
+    return found + _frozen_differences(folder)
+
+
+def _frozen_differences(folder: Path) -> list[str]:
+    """Whether the budgets that were frozen are the fastest ones of the tuning rows."""
+    if not (folder / "frozen.json").is_file():
+        return []
+    frozen = json.loads((folder / "frozen.json").read_text(encoding="utf-8"))
+    tuning = json.loads((folder / "tuning" / "summary.json").read_text(encoding="utf-8"))
+    found = []
+    for method, budget in frozen.items():
+        cells = [cell for cell in tuning if cell["method"] == method and cell["task"] == "all"]
+        best = max(cells, key=lambda cell: cell["speedup"], default={"budget": None})["budget"]
+        if budget != best:
+            found.append(f"frozen.json has {method} at {budget}, the tuning rows say {best}")
     return found
 
 
@@ -122,7 +142,7 @@ def _disagreeing(raw: list[Row], outputs: dict[tuple[str, str, int], Row]) -> li
         for row in raw
         if key_of(row) not in outputs
         or len(outputs[key_of(row)]["acceptance_lengths"]) != row["num_rounds"]
-        or sum(outputs[key_of(row)]["acceptance_lengths"]) != row["num_output_tokens"] - 1
+        or sum(outputs[key_of(row)]["acceptance_lengths"]) != num_decoded(row)
     ]
 
 

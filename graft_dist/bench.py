@@ -24,8 +24,13 @@ from graft_dist.generate import Answer, Request
 
 BASELINE = "plain"
 TRANSFORMERS = "hf"
-"""The method name of transformers' own greedy `generate`: a check on the baseline, not a decoding policy."""
-FIXED_BUDGETS = {BASELINE: 0, TRANSFORMERS: 0}
+LOOKUP = "hf-lookup"
+DFLASH = "hf-dflash"
+PEERS = (TRANSFORMERS, LOOKUP, DFLASH)
+"""transformers' own greedy ways to decode: checks on the engine, not decoding policies (`peer.py`)."""
+LOOKUP_TOKENS = 10
+"""Tokens that prompt lookup proposes at most: what transformers' own class does when nobody says otherwise."""
+FIXED_BUDGETS = {BASELINE: 0, TRANSFORMERS: 0, LOOKUP: LOOKUP_TOKENS}
 ADAPTIVE_METHODS = ("caddtree", "graft")
 """Methods that choose each round's budget themselves; their arm's budget is the most that a tree may get."""
 CADDTREE_CAP = 256
@@ -49,15 +54,17 @@ class Arm:
 
     @property
     def name(self) -> str:
-        is_one = self.method in FIXED_BUDGETS or self.method in ADAPTIVE_METHODS
+        is_one = self.method in (BASELINE, *PEERS, *ADAPTIVE_METHODS)
         return self.method if is_one else f"{self.method}-{self.budget}"
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """One arm on one prompt: a line of `raw.jsonl`. Stage milliseconds are sums over the rounds, None where unknown.
+    """One arm on one prompt, or on several decoded together: a line of `raw.jsonl`.
 
-    mat: tokens committed per round, None if the prefill's token was the only one.
+    Stage milliseconds are sums over the rounds, None where unknown. mat: tokens committed per round of a sequence, None
+    if the prefill's tokens were the only ones. Of several prompts, `prompt_id` has all their ids with commas between,
+    counts are sums, and `decode_s` is the time that passed for all of them.
     """
 
     prompt_id: str
@@ -73,6 +80,8 @@ class RawRow:
     build_ms: float | None
     verify_ms: float | None
     commit_ms: float | None
+    temperature: float = 0.0
+    batch: int = 1  # prompts decoded together
 
     @property
     def arm(self) -> Arm:
@@ -81,7 +90,7 @@ class RawRow:
     @property
     def num_decoded(self) -> int:
         """Output tokens that `decode_s` was spent on."""
-        return max(self.num_output_tokens - 1, 0)
+        return max(self.num_output_tokens - self.batch, 0)
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def expand_arms(
     """
     if not budgets or min(budgets) < 1:
         raise PolicyError(f"budgets are {list(budgets)}, allowed is a list of whole numbers from 1")
-    alone = {**FIXED_BUDGETS, "chain": draft_depth, "caddtree": CADDTREE_CAP, **(caps or {})}
+    alone = {**FIXED_BUDGETS, "chain": draft_depth, DFLASH: draft_depth, "caddtree": CADDTREE_CAP, **(caps or {})}
     arms = [Arm(method, budget) for method in methods for budget in ([alone[method]] if method in alone else budgets)]
     return list(dict.fromkeys(arms))
 
@@ -164,7 +173,7 @@ def rotated(arms: Sequence[Arm], turn: int) -> list[Arm]:
 
 
 def run_prompts(
-    arms: Sequence[Arm], requests: Iterable[tuple[int, Request]], decode: Decoder
+    arms: Sequence[Arm], requests: Iterable[tuple[int, Request]], decode: Decoder, temperature: float = 0.0
 ) -> Iterator[tuple[Request, list[Measurement], str | None]]:
     """All arms on each request in turn: (request, its measurements, None), or (request, [], why it could not be
     decoded).
@@ -178,14 +187,14 @@ def run_prompts(
             if answer.finish_reason == "error":
                 yield request, [], f"{arm.name}: {answer.error}"
                 break
-            measured.append(to_measurement(arm, answer))
+            measured.append(to_measurement(arm, answer, temperature))
         else:
             yield request, measured, None
 
 
-def to_measurement(arm: Arm, answer: Answer) -> Measurement:
+def to_measurement(arm: Arm, answer: Answer, temperature: float = 0.0) -> Measurement:
     """The rows of one answer."""
-    is_engine = arm.method != TRANSFORMERS
+    is_engine = arm.method not in PEERS
     num_rounds = answer.num_rounds
     raw = RawRow(
         prompt_id=answer.request.prompt_id,
@@ -201,16 +210,57 @@ def to_measurement(arm: Arm, answer: Answer) -> Measurement:
         build_ms=answer.stages.build_ms if is_engine else None,
         verify_ms=answer.stages.verify_ms if is_engine else None,
         commit_ms=answer.stages.commit_ms if is_engine else None,
+        temperature=temperature,
     )
     output = OutputRow(
         prompt_id=answer.request.prompt_id,
         method=arm.method,
         budget=arm.budget,
-        output_sha256=hashlib.sha256(json.dumps(answer.token_ids).encode()).hexdigest(),
+        output_sha256=_sha256(answer.token_ids),
         acceptance_lengths=answer.acceptance_lengths,
         num_drafted=answer.num_drafted,
     )
     return Measurement(raw, output)
+
+
+def to_group_measurement(arm: Arm, answers: Sequence[Answer], total_s: float, temperature: float) -> Measurement:
+    """The rows of several prompts of one task that were decoded together in `total_s`, prefills included.
+
+    `answers` stand in the order of the prompts. What a round's stages took belongs to all of them and is not kept.
+    """
+    lengths = [length for answer in answers for length in answer.acceptance_lengths]
+    prefill_s = sum(answer.prefill_s for answer in answers)
+    prompt_id = ",".join(answer.request.prompt_id for answer in answers)
+    raw = RawRow(
+        prompt_id=prompt_id,
+        task=answers[0].request.task,
+        method=arm.method,
+        budget=arm.budget,
+        num_output_tokens=sum(len(answer.token_ids) for answer in answers),
+        decode_s=total_s - prefill_s,
+        prefill_s=prefill_s,
+        num_rounds=len(lengths),
+        mat=sum(lengths) / len(lengths) if lengths else None,
+        draft_ms=None,
+        build_ms=None,
+        verify_ms=None,
+        commit_ms=None,
+        temperature=temperature,
+        batch=len(answers),
+    )
+    output = OutputRow(
+        prompt_id=prompt_id,
+        method=arm.method,
+        budget=arm.budget,
+        output_sha256=_sha256([answer.token_ids for answer in answers]),
+        acceptance_lengths=lengths,
+        num_drafted=sum(answer.num_drafted for answer in answers),
+    )
+    return Measurement(raw, output)
+
+
+def _sha256(ids: object) -> str:
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
 def summarise(raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> list[SummaryRow]:
@@ -234,8 +284,8 @@ def summarise(raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> list[Summa
 
 
 def _arm_order(arm: Arm) -> tuple[int, str, int]:
-    order = {BASELINE: 0, TRANSFORMERS: 1, "chain": 2}
-    return order.get(arm.method, 3), arm.method, arm.budget
+    first = (BASELINE, *PEERS, "chain")
+    return first.index(arm.method) if arm.method in first else len(first), arm.method, arm.budget
 
 
 def _is_pair(plain: RawRow | None, row: RawRow) -> bool:

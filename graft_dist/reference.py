@@ -34,6 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 from graft_dist.config import TargetConfig
 from graft_dist.counter_random import uniform
 from graft_dist.generate import Answer, Request
+from graft_dist.peer import Assistance
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target, locate
 
@@ -60,6 +61,9 @@ class Decision:
         if low == high:
             return math.inf  # the reference had ruled the token out
         return max(low - self.number, self.number - high, 0.0)
+
+
+_UNASSISTED = Assistance()
 
 
 class Reference:
@@ -97,12 +101,20 @@ class Reference:
         assert chooser.decision is not None
         return chooser.decision
 
-    def answer(self, request: Request, limit: int) -> Answer:
-        """Answer with at most `limit` tokens, nothing added to transformers' loop but a clock at each token."""
-        clock = _TokenClock()
+    def answer(self, request: Request, limit: int, assistance: Assistance = _UNASSISTED) -> Answer:
+        """Answer with at most `limit` tokens, nothing added to transformers' loop but a clock at each round.
+
+        What a first pass accepts of proposals beside its own token counts as a round, though it took no time of its
+        own: the error is in transformers' favour.
+        """
+        clock = _RoundClock()
+        counter = self.model.register_forward_pre_hook(clock.count_proposed, with_kwargs=True)
         started = time.perf_counter()
-        token_ids = self._run(request.token_ids, [], limit, None, clock)
-        first, last = clock.token_times[0], clock.token_times[-1]
+        try:
+            token_ids = self._run(request.token_ids, [], limit, None, clock, assistance)
+        finally:
+            counter.remove()
+        first, last = clock.times[0], clock.times[-1]
         is_stopped = token_ids[-1] in self.stop_token_ids
         return Answer(
             request=request,
@@ -110,8 +122,8 @@ class Reference:
             text="",
             finish_reason="stop" if is_stopped else "length",
             error=None,
-            acceptance_lengths=[1] * (len(token_ids) - 1),
-            num_drafted=0,
+            acceptance_lengths=[count for count in (clock.counts[0] - 1, *clock.counts[1:]) if count],
+            num_drafted=clock.num_proposed,
             prefill_s=first - started,
             decode_s=last - first,
         )
@@ -124,6 +136,7 @@ class Reference:
         limit: int,
         chooser: _Chooser | None,
         streamer: BaseStreamer | None = None,
+        assistance: Assistance = _UNASSISTED,
     ) -> list[int]:
         ids = torch.tensor([[*prompt_ids, *output_ids]], device=self.model.device)
         settings = GenerationConfig(
@@ -131,6 +144,7 @@ class Reference:
             max_new_tokens=limit,
             eos_token_id=self.stop_token_ids or None,
             pad_token_id=self.stop_token_ids[0] if self.stop_token_ids else 0,
+            **assistance.settings,
         )
         processors = _processors(self.params, len(prompt_ids))
         if chooser is not None:
@@ -141,21 +155,30 @@ class Reference:
             generation_config=settings,
             logits_processor=LogitsProcessorList(processors),
             streamer=streamer,
+            assistant_model=assistance.model,
         )
         return produced[0, ids.shape[1] :].tolist()
 
 
-class _TokenClock(BaseStreamer):
-    """Notes when each new token became known."""
+class _RoundClock(BaseStreamer):
+    """Notes when new tokens became known, how many they were, and how many the model was asked to judge."""
 
     def __init__(self) -> None:
-        self.token_times: list[float] = []
+        self.times: list[float] = []
+        self.counts: list[int] = []
+        self.num_proposed = 0
         self._has_prompt = False
 
     def put(self, value: Any) -> None:
         if self._has_prompt:
-            self.token_times.append(time.perf_counter())
+            self.times.append(time.perf_counter())
+            self.counts.append(value.numel())
         self._has_prompt = True  # what comes first is the prompt itself
+
+    def count_proposed(self, _model: Any, _arguments: Any, inputs: dict[str, Any]) -> None:
+        """A hook before each forward pass: behind the prompt's, all rows but the first are proposals."""
+        if self.times:
+            self.num_proposed += inputs["input_ids"].shape[1] - 1
 
     def end(self) -> None:
         pass

@@ -15,10 +15,10 @@ from graft_dist.generate import answer_all
 from graft_dist.prompts import BadPrompt, Prompt
 from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
-from jobs.bench_command import caps_of, policy_of
+from jobs.arm_decoder import policy_of
 from jobs.generate_command import new_maker, report_failures, to_requests
 from jobs.out_file import check_out_file, to_json, write_aside
-from jobs.policy_option import Learned
+from jobs.policy_option import Learned, caps_of
 from jobs.provenance import provenance, public_config
 
 

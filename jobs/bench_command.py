@@ -14,8 +14,7 @@ import torch
 
 from graft_dist.bench import (
     ALL_TASKS,
-    BASELINE,
-    TRANSFORMERS,
+    PEERS,
     Arm,
     Decoder,
     Measurement,
@@ -25,20 +24,20 @@ from graft_dist.bench import (
     run_prompts,
 )
 from graft_dist.config import TargetConfig
-from graft_dist.decoder import load_decoder, new_engine
+from graft_dist.decoder import load_decoder
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.errors import PolicyError
-from graft_dist.generate import Answer, Request, answer_all, failed_answer
-from graft_dist.policy import COSTED_METHODS, DecodingPolicy, plain
+from graft_dist.generate import Request
+from graft_dist.policy import COSTED_METHODS
 from graft_dist.policy_maker import PolicyMaker
 from graft_dist.prompts import BadPrompt, Prompt
-from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
+from jobs.arm_decoder import ArmDecoder
 from jobs.bench_folder import BenchFolder
 from jobs.generate_command import new_maker, report_failures, to_requests
 from jobs.out_file import make_out_folder
-from jobs.policy_option import Learned
+from jobs.policy_option import Learned, caps_of
 from jobs.provenance import commit, machine, provenance, public_config
 
 
@@ -55,10 +54,9 @@ def run_bench(  # noqa: PLR0913 - each argument is one option of the command
 ) -> int:
     """Measure; returns the exit code: 0, or 1 if some prompt could not be measured on every arm."""
     check_baseline(methods)
-    if TRANSFORMERS in methods and not params.is_greedy:
-        raise PolicyError(
-            f"the method {TRANSFORMERS} is transformers' greedy generate: leave it out above temperature 0"
-        )
+    greedy = [method for method in methods if method in PEERS]
+    if greedy and not params.is_greedy:
+        raise PolicyError(f"the method {greedy[0]} is transformers' greedy generate: leave it out above temperature 0")
     make_out_folder(out)  # said before the models take their time to load
     target, drafter = load_decoder(config, *methods)
     maker = new_maker(config, target, drafter, learned)
@@ -68,11 +66,11 @@ def run_bench(  # noqa: PLR0913 - each argument is one option of the command
     settings |= {"policy_fingerprint": learned.fingerprint, "prompt_file": _identity(prompt_file)}
     folder.open(settings, provenance() | _cost_of(maker, methods))
     requests, failed = to_requests(prompts, target.tokenizer, config)
-    decode = _make_decoder(config, target, drafter, arms, params, maker)
+    decode = ArmDecoder(config, target, drafter, arms, params, maker).answer
     waiting = [(turn, request) for turn, request in enumerate(requests) if request.prompt_id not in folder.done_prompts]
     _warm_up(arms, [request for _, request in waiting[:num_warmup]], decode)
     exit_code = report_failures(failed)
-    for request, measured, problem in run_prompts(arms, waiting, decode):
+    for request, measured, problem in run_prompts(arms, waiting, decode, params.temperature):
         if problem is not None:
             print(f"graft: {request.prompt_id} was left out: {problem}", file=sys.stderr, flush=True)
             exit_code = 1
@@ -85,54 +83,10 @@ def run_bench(  # noqa: PLR0913 - each argument is one option of the command
     return exit_code
 
 
-def policy_of(arm: Arm, maker: PolicyMaker) -> DecodingPolicy:
-    """The policy that decodes an arm; a chain always runs to the draft depth."""
-    return maker.make(arm.method, None if arm.method == "chain" else arm.budget)
-
-
-def caps_of(learned: Learned) -> dict[str, int]:
-    """The most nodes of the learned policy's trees."""
-    return {} if learned.policy is None else {"graft": learned.policy.max_budget}
-
-
 def _cost_of(maker: PolicyMaker, methods: Sequence[str]) -> dict[str, Any]:
     """The cost curve that budgets were chosen with, for people; measured here if need be, before anything is timed."""
     is_needed = any(method in (*COSTED_METHODS, "graft") for method in methods)
     return {"cost": asdict(maker.cost)} if is_needed else {}
-
-
-def _make_decoder(
-    config: TargetConfig,
-    target: Target,
-    drafter: DFlashDrafter | None,
-    arms: Sequence[Arm],
-    params: SamplingParams,
-    maker: PolicyMaker,
-) -> Decoder:
-    """One engine of one slot whose policy is swapped between the arms that draft.
-
-    Plain decoding has an engine without a drafter, so that the baseline does not pay for taps that nobody reads.
-    """
-    engine = new_engine(config, target, drafter, plain(), max_slots=1, max_budget=max(arm.budget for arm in arms))
-    plain_engine = new_engine(config, target, None, plain(), max_slots=1)
-    policies = {arm: policy_of(arm, maker) for arm in arms if arm.method != TRANSFORMERS}
-    is_asked = any(arm.method == TRANSFORMERS for arm in arms)
-    reference = Reference.load(config, target, params) if is_asked else None
-
-    def decode(arm: Arm, request: Request) -> Answer:
-        if reference is not None and arm.method == TRANSFORMERS:
-            room = engine.max_length - len(request.token_ids)
-            if room < 1:
-                return failed_answer(
-                    request, f"a prompt of {len(request.token_ids)} tokens leaves no room for an answer"
-                )
-            return reference.answer(request, min(params.max_new_tokens, room))
-        if arm.method == BASELINE:
-            return next(answer_all(plain_engine, [request], params))
-        engine.policy = policies[arm]
-        return next(answer_all(engine, [request], params))
-
-    return decode
 
 
 def _warm_up(arms: Sequence[Arm], requests: Sequence[Request], decode: Decoder) -> None:

@@ -271,7 +271,8 @@ def bench(
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: plain, chain, ddtree, caddtree, graft, graft-fixed; hf is transformers' generate."
+            help="Comma-separated: plain, chain, ddtree, caddtree, graft, graft-fixed; transformers' own: hf, "
+            "hf-lookup, hf-dflash."
         ),
     ] = "plain,chain,ddtree",
     budgets: Budgets = None,
@@ -292,7 +293,7 @@ def bench(
 ) -> None:
     """Measure methods against plain decoding, prompt by prompt in turns, and write rows and a summary."""
     settings = _read_config(config, dtype, device, drafter)
-    names = _methods(methods, extra=("hf",))
+    names = _methods(methods, extra=("hf", "hf-lookup", "hf-dflash"))
     chosen = _budgets(budgets, [budget for budget in settings.budgets if budget > 0])
     found = _read_prompts(prompts, limit)
     params = _sampling(

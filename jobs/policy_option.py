@@ -25,6 +25,11 @@ class Learned:
         return None if self.policy is None else self.policy.fingerprint
 
 
+def caps_of(learned: Learned) -> dict[str, int]:
+    """The most nodes of the learned policy's trees."""
+    return {} if learned.policy is None else {"graft": learned.policy.max_budget}
+
+
 def read_learned(policy: str | None, cost: Path | None, methods: Sequence[str], config: TargetConfig) -> Learned:
     """Read what the options name; without `--policy`, a learned method takes the policy that ships for the target.
 

@@ -108,7 +108,7 @@ def test_raw_and_summary_rows_have_exactly_the_published_keys() -> None:
     raw = [raw_row("a", "plain", 0, 2.0), raw_row("a", "ddtree", 8, 1.0)]
     assert list(asdict(raw[0])) == [
         "prompt_id", "task", "method", "budget", "num_output_tokens", "decode_s", "prefill_s", "num_rounds", "mat",
-        "draft_ms", "build_ms", "verify_ms", "commit_ms",
+        "draft_ms", "build_ms", "verify_ms", "commit_ms", "temperature", "batch",
     ]  # fmt: skip
     summary = summarise(raw, [output_row(row) for row in raw])
     assert list(asdict(summary[0])) == [

@@ -59,7 +59,9 @@ SURFACE = {
     "version": "",
 }
 STAGES = "draft_ms build_ms verify_ms commit_ms"
-RAW_KEYS = f"prompt_id task method budget num_output_tokens decode_s prefill_s num_rounds mat {STAGES}"
+RAW_KEYS = (
+    f"prompt_id task method budget num_output_tokens decode_s prefill_s num_rounds mat {STAGES} temperature batch"
+)
 SUMMARY_KEYS = "method budget task speedup speedup_low speedup_high mat tokens_per_s mean_budget num_prompts"
 
 
@@ -315,8 +317,11 @@ def test_learned_methods_are_audited_and_measured(
     assert run["settings"]["policy_fingerprint"] == GraftPolicy.load(project / "policy").fingerprint
 
 
+METHODS = "plain,hf,hf-lookup,hf-dflash,chain,ddtree"
+
+
 def run_bench(project: Path, out: Path, *more: str) -> int:
-    fixed = ["--prompts", f"{project}/prompts.jsonl", "--methods", "plain,hf,chain,ddtree", "--max-new-tokens", "6"]
+    fixed = ["--prompts", f"{project}/prompts.jsonl", "--methods", METHODS, "--max-new-tokens", "6"]
     return cli.run(["bench", "--config", f"{project}/tiny.yaml", "--out", str(out), *fixed, *more])
 
 
@@ -330,7 +335,7 @@ def test_bench_writes_rows_summary_tables_and_provenance(
     assert run_bench(project, tmp_path) == 0
     raw = read_lines(tmp_path / "raw.jsonl")
     assert all(list(row) == RAW_KEYS.split() for row in raw)
-    arms = {("plain", 0), ("hf", 0), ("chain", 4), ("ddtree", 4), ("ddtree", 8)}
+    arms = {("plain", 0), ("hf", 0), ("hf-lookup", 10), ("hf-dflash", 4), ("chain", 4), ("ddtree", 4), ("ddtree", 8)}
     assert {(row["method"], row["budget"]) for row in raw} == arms
     assert len(raw) == 4 * len(arms)
     assert len({row["method"] for row in raw[:: len(arms)]}) > 1  # the order rotates
@@ -360,11 +365,11 @@ def test_a_stopped_bench_goes_on_and_another_one_is_refused(
     whole = (tmp_path / "raw.jsonl").read_text()
     lines = whole.splitlines(keepends=True)
     # As a stopped process leaves it: two prompts whole, one without its last arms, half a line.
-    (tmp_path / "raw.jsonl").write_text("".join(lines[:13]) + lines[13][:20])
+    (tmp_path / "raw.jsonl").write_text("".join(lines[:17]) + lines[17][:20])
     assert run_bench(project, tmp_path, "--warmup", "0") == 0
     again = (tmp_path / "raw.jsonl").read_text().splitlines(keepends=True)
-    assert again[:10] == lines[:10]
-    assert again[10:] != lines[10:] and len(again) == len(lines)
+    assert again[:14] == lines[:14]
+    assert again[14:] != lines[14:] and len(again) == len(lines)
     assert len(read_lines(tmp_path / "outputs.jsonl")) == len(lines)
     assert len(json.loads((tmp_path / "run.json").read_text())["resumed"]) == 1
     capsys.readouterr()

@@ -1,0 +1,76 @@
+"""ArmDecoder: the arms of a benchmark, all loaded at once, so that they can take turns on each prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from graft_dist.bench import BASELINE, PEERS, Arm
+from graft_dist.config import TargetConfig
+from graft_dist.decoder import new_engine
+from graft_dist.drafter import DFlashDrafter
+from graft_dist.generate import Answer, Request, answer_all, failed_answer
+from graft_dist.peer import assistance
+from graft_dist.policy import DecodingPolicy, plain
+from graft_dist.policy_maker import PolicyMaker
+from graft_dist.reference import Reference
+from graft_dist.sampling import SamplingParams
+from graft_dist.target import Target
+
+
+class ArmDecoder:
+    """One engine whose policy is swapped between the arms that draft, `batch` prompts at a time.
+
+    Plain decoding has an engine without a drafter, so that the baseline does not pay for taps that nobody reads.
+    transformers' own methods have a model of their own, and take one prompt at a time.
+    """
+
+    def __init__(
+        self,
+        config: TargetConfig,
+        target: Target,
+        drafter: DFlashDrafter | None,
+        arms: Sequence[Arm],
+        params: SamplingParams,
+        maker: PolicyMaker,
+        *,
+        batch: int = 1,
+    ) -> None:
+        own = [arm for arm in arms if arm.method not in PEERS]
+        largest = max(arm.budget for arm in own)
+        self._params = params
+        self._engine = new_engine(config, target, drafter, plain(), max_slots=batch, max_budget=largest)
+        self._plain_engine = new_engine(config, target, None, plain(), max_slots=batch)
+        self._policies = {arm: policy_of(arm, maker) for arm in own}
+        self._peers = {arm.method: assistance(arm.method, drafter) for arm in arms if arm.method in PEERS}
+        self._reference = Reference.load(config, target, params) if self._peers else None
+
+    def answer(self, arm: Arm, request: Request) -> Answer:
+        """Answer one prompt."""
+        if self._reference is not None and arm.method in self._peers:
+            room = self._engine.max_length - len(request.token_ids)
+            if room < 1:
+                return failed_answer(
+                    request, f"a prompt of {len(request.token_ids)} tokens leaves no room for an answer"
+                )
+            return self._reference.answer(request, min(self._params.max_new_tokens, room), self._peers[arm.method])
+        return self._decode(arm, [request])[0]
+
+    def answer_together(self, arm: Arm, requests: Sequence[Request]) -> tuple[list[Answer], float]:
+        """Answer prompts side by side; the answers in the prompts' order, and the seconds that all of it took."""
+        started = time.perf_counter()
+        answers = self._decode(arm, requests)
+        total_s = time.perf_counter() - started
+        places = {id(request): place for place, request in enumerate(requests)}
+        return sorted(answers, key=lambda answer: places[id(answer.request)]), total_s
+
+    def _decode(self, arm: Arm, requests: Sequence[Request]) -> list[Answer]:
+        if arm.method == BASELINE:
+            return list(answer_all(self._plain_engine, requests, self._params))
+        self._engine.policy = self._policies[arm]
+        return list(answer_all(self._engine, requests, self._params))
+
+
+def policy_of(arm: Arm, maker: PolicyMaker) -> DecodingPolicy:
+    """The policy that decodes an arm; a chain always runs to the draft depth."""
+    return maker.make(arm.method, None if arm.method == "chain" else arm.budget)
