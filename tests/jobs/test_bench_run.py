@@ -1,0 +1,122 @@
+"""Whole benchmarks with tiny models, in this process: what they write follows from rows and can be gone on with."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from graft_dist.bench import Arm, Measurement, SummaryRow
+from graft_dist.config import TargetConfig
+from graft_dist.prompts import Prompt
+from jobs.bench_plan import BenchPlan, Cell, Group
+from jobs.bench_run import BenchRun, best_budgets, render_table
+from jobs.bench_worker import BenchWorker
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = BenchPlan.model_validate(
+    {
+        "targets": ["tiny"],
+        "prompts": [{"path": "unread.jsonl"}],
+        "methods": ["plain", "hf", "ddtree"],
+        "budgets": [2, 4],
+        "temperatures": [0.0, 1.0],
+        "batches": [1, 2],
+        "max_new_tokens": 5,
+    }
+)
+
+
+class CountingWorker(BenchWorker):
+    """Remembers the groups that it was given."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.groups: list[tuple[str, list[str]]] = []
+
+    def measure(self, cell: Cell, arms: Sequence[Arm], turn: int, group: Group) -> list[Measurement] | str:
+        self.groups.append((cell.name, [prompt.id for prompt in group]))
+        return super().measure(cell, arms, turn, group)
+
+
+def prompts(kind: str, count: int) -> list[Prompt]:
+    return [Prompt(f"{kind}{index}", "ab"[index % 2], (f"add {kind} {index}",)) for index in range(count)]
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_cell_is_tuned_frozen_measured_and_verified(tiny_config: TargetConfig, tmp_path: Path) -> None:
+    worker = CountingWorker(tiny_config, PLAN, 1)
+    run = BenchRun(
+        plan=PLAN, config=tiny_config, worker=worker, measured=prompts("m", 3), tuning=prompts("t", 2), out=tmp_path,
+        say=lambda line: None,
+    )  # fmt: skip
+    assert run.run() == 0
+    differences = runpy.run_path(str(ROOT / "bench" / "verify.py"))["differences"]
+    cells = {folder.name: folder for folder in (tmp_path / tiny_config.slug).iterdir()}
+    assert sorted(cells) == ["t0-b1", "t0-b2", "t1-b1", "t1-b2"]
+    for name, folder in cells.items():
+        assert differences(folder) == [] and differences(folder / "tuning") == []
+        frozen = json.loads((folder / "frozen.json").read_text())
+        rows = read_lines(folder / "raw.jsonl")
+        arms = {(row["method"], row["budget"]) for row in rows}
+        assert arms == {("plain", 0), ("ddtree", frozen["ddtree"])} | ({("hf", 0)} if name == "t0-b1" else set())
+        assert {(f"t{row['temperature']:g}-b{row['batch']}") for row in rows} == {name}
+        assert {row["budget"] for row in read_lines(folder / "tuning" / "raw.jsonl")} == {0, 2, 4}
+        hashes: dict[str, set[str]] = {}
+        for row in read_lines(folder / "outputs.jsonl"):
+            hashes.setdefault(row["prompt_id"], set()).add(row["output_sha256"])
+        assert all(len(found) == 1 for found in hashes.values())  # float32 and one seed: every arm says the same
+        seen = [ids[0][0] for cell, ids in worker.groups if cell == name]
+        assert "".join(seen).startswith("t") and "mt" not in "".join(seen)  # tuning is over before measuring begins
+    groups = {row["prompt_id"] for row in read_lines(cells["t0-b2"] / "raw.jsonl")}
+    assert groups == {"m0,m2", "m1,m1"}  # by task; the last one is filled up
+    table = render_table(tmp_path)
+    assert table.count("## ") == 4 and "| hf | 0 |" in table
+
+    (cells["t1-b1"] / "frozen.json").write_text('{"ddtree": 9}')
+    assert any("frozen.json" in line for line in differences(cells["t1-b1"]))
+
+
+def test_a_run_that_was_stopped_measures_only_what_is_missing(tiny_config: TargetConfig, tmp_path: Path) -> None:
+    plan = PLAN.model_copy(
+        update={"temperatures": (0.0,), "batches": (1,), "warmup": 0, "methods": ("plain", "ddtree")}
+    )
+    worker = CountingWorker(tiny_config, plan, 1)
+    run = BenchRun(
+        plan=plan, config=tiny_config, worker=worker, measured=prompts("m", 2), tuning=prompts("t", 1), out=tmp_path,
+        say=lambda line: None,
+    )  # fmt: skip
+    assert run.run() == 0
+    raw = tmp_path / tiny_config.slug / "t0-b1" / "raw.jsonl"
+    raw.write_text("".join(raw.read_text().splitlines(keepends=True)[:-1]))
+    worker.groups.clear()
+    assert run.run() == 0
+    assert [ids for _, ids in worker.groups] == [["m1"]]
+
+
+def test_a_group_that_cannot_be_decoded_is_counted_and_the_rest_goes_on(
+    tiny_config: TargetConfig, tmp_path: Path
+) -> None:
+    plan = PLAN.model_copy(update={"temperatures": (0.0,), "methods": ("plain",)})
+    long = Prompt("long", "a", ("x" * 400,))
+    said: list[str] = []
+    run = BenchRun(
+        plan=plan, config=tiny_config, worker=BenchWorker(tiny_config, plan, 1), measured=[long, *prompts("m", 2)],
+        tuning=[], out=tmp_path, say=said.append,
+    )  # fmt: skip
+    assert run.run() == 2  # alone, and in its group
+    assert any("long was left out: plain: the prompt has" in line for line in said)
+    assert {row["prompt_id"] for row in read_lines(tmp_path / tiny_config.slug / "t0-b1" / "raw.jsonl")} == {"m0", "m1"}
+
+
+def test_the_best_budget_is_the_fastest_over_all_prompts() -> None:
+    def row(budget: int, task: str, speedup: float) -> SummaryRow:
+        return SummaryRow("ddtree", budget, task, speedup, 1.0, 2.0, 1.5, 10.0, budget, 3)
+
+    rows = [row(4, "all", 1.2), row(8, "all", 1.4), row(16, "all", 1.3), row(16, "math", 9.0)]
+    assert best_budgets(rows) == {"ddtree": 8}
