@@ -29,11 +29,16 @@ def job_parser(prog: str, description: str | None, *, needs_prompts: bool = True
 
 def check_folders(out: str, store: str) -> None:
     """Raise `ConfigError` where a submitted job is given folders that mean others from another working directory."""
-    if job_id() is not None and not all(place.startswith("file:///") or os.path.isabs(place) for place in (out, store)):
+    if job_id() is not None and not all(is_absolute(place) for place in (out, store)):
         raise ConfigError(
             "--out and --store must be absolute in a submitted job: it runs in a copy of the working directory that is "
             "deleted"
         )
+
+
+def is_absolute(place: str) -> bool:
+    """Whether a folder, given as a path or a URI, is the same one from every working directory."""
+    return place.startswith(("file:///", "s3://")) or os.path.isabs(place)
 
 
 def whole_number(text: str) -> int:

@@ -102,7 +102,7 @@ ScheduledConfigs = Annotated[
     list[str], typer.Option("--config", help="Target with a schedule; may be given several times.")
 ]
 ScheduleStateFile = Annotated[Path, typer.Option(help="SQLite file that remembers what was done.")]
-Store = Annotated[str, typer.Option(help="Trajectory store: a folder or a file:// URI.")]
+Store = Annotated[str, typer.Option(help="Trajectory store: a folder, a file:// or an s3:// URI.")]
 Config = Annotated[str, typer.Option(help="Target to decode with: a YAML file, or a name that `graft targets` lists.")]
 PromptFile = Annotated[Path, typer.Option(help="JSONL file, one object a line: id, task, turns.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use only the first so many prompts.")]

@@ -111,7 +111,7 @@ def _store(out: str | None) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = job_parser("collect.py", __doc__)
     add = parser.add_argument
-    add("--out", metavar="URI", help="root of the trajectory store; an absolute path or file:// in a submitted job")
+    add("--out", metavar="URI", help="root of the trajectory store; in a submitted job an absolute path or a URI")
     add("--no-write", action="store_true", help="decode without recording, to measure what recording costs")
     add("--actors", type=count, metavar="N", help="number of actors (default: the configuration's)")
     add("--wait-for-nodes", type=from_zero, default=0.0, metavar="S", help="let a cluster start nodes for so long (0)")

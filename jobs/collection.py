@@ -85,7 +85,7 @@ def _read(request: CollectRequest) -> list[Prompt | BadPrompt]:
 def _actor_plan(request: CollectRequest, store: TrajectoryStore | None) -> ActorPlan:
     return ActorPlan(
         spec=request.spec,
-        store=None if store is None else str(store.path),
+        store=None if store is None else str(store.root),
         num_slots=request.num_slots,
         num_threads=request.spec.config.threads or max(1, int(request.pool.num_cpus)),
     )
@@ -138,8 +138,11 @@ def _preflight(
     if store is None:
         say(f"{expected.line()}; nothing is recorded")
         return
-    free = check_room(store.path, expected)
-    say(f"{expected.line()}; {free / 1e9:,.1f} GB free at {store.path}")
+    if store.root.is_local:
+        free = check_room(store.path, expected)
+        say(f"{expected.line()}; {free / 1e9:,.1f} GB free at {store.root}")
+    else:
+        say(f"{expected.line()} for {store.root}")
 
 
 def _conclude(result: RunResult, store: TrajectoryStore | None) -> int:
@@ -159,7 +162,7 @@ def _conclude(result: RunResult, store: TrajectoryStore | None) -> int:
     if result.num_units_left:
         say(f"{result.num_units_left} units are left; the same command goes on with them")
     if store is not None:
-        say(f"store {store.path} is now {store.snapshot().name}")
+        say(f"store {store.root} is now {store.snapshot().name}")
     if result.ending is Ending.COMPLETE and 0 < tally.num_sequences == tally.num_errors:
         say("not one prompt could be answered")
         return Ending.PARTIAL.value
@@ -168,7 +171,7 @@ def _conclude(result: RunResult, store: TrajectoryStore | None) -> int:
 
 def committed_sequences(store: TrajectoryStore, run_id: str) -> set[str]:
     """The ids of the sequences that this run has committed, in whatever units."""
-    with connect_store(store.path, threads=1) as connection:
+    with connect_store(str(store.root), threads=1) as connection:
         rows = connection.execute("SELECT sequence_id FROM sequences WHERE run_id = ?", [run_id]).fetchall()
     return {row[0] for row in rows}
 

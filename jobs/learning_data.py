@@ -111,7 +111,7 @@ def open_snapshot(root: str, versions: tuple[int, int] | None) -> Snapshot:
     """
     store = TrajectoryStore(root)
     if not store.exists:
-        raise StoreError(f"there is no trajectory store at {store.path}: a collect job creates one when it starts")
+        raise StoreError(f"there is no trajectory store at {store.root}: a collect job creates one when it starts")
     return store.snapshot() if versions is None else store.snapshot(*versions)
 
 

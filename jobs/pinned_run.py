@@ -37,7 +37,7 @@ class PinnedRun:
         """Read the folder, which is made if it is not there. Refuses one of a run with other settings."""
         # The snapshot's versions say nothing without the store that they count in.
         store = TrajectoryStore(root)
-        known_by = {**settings, "store": str(store.path)}
+        known_by = {**settings, "store": str(store.root)}
         identity = hashlib.sha256(json.dumps(known_by, sort_keys=True).encode()).hexdigest()[:16]
         try:
             out.mkdir(parents=True, exist_ok=True)

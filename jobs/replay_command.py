@@ -68,7 +68,7 @@ def run_replay(request: ReplayRequest, format: str) -> int:
     selection = Selection(request.target, request.task, _prompt_ids(request))
     store = TrajectoryStore(request.store)
     if not store.exists:
-        raise StoreError(f"there is no trajectory store at {store.path}: a collect job creates one when it starts.")
+        raise StoreError(f"there is no trajectory store at {store.root}: a collect job creates one when it starts.")
     with closing(connect(request.store)) as connection:
         drafters = check_one_source(connection, selection)
         _warn_of_several_drafters(drafters)

@@ -33,7 +33,7 @@ from jobs import train
 from jobs.arguments import count, job_parser
 from jobs.registry_command import tracking_uri
 from jobs.retraining import WAIT_FOR_NODES_S, RetrainRequest, run
-from storage.trajectories import local_root
+from storage.place import Place
 
 
 def main(argv: Sequence[str] | None = None, failpoint: Callable[[str], None] = lambda _: None) -> int:
@@ -77,7 +77,7 @@ def request_from(options: argparse.Namespace) -> RetrainRequest:
 
     def policy_request(out: Path) -> Any:
         # Absolute, since a submitted job refuses anything else: not ~/folder, as the configuration has it.
-        store = str(local_root(settings.store))
+        store = str(Place.parse(settings.store))
         arguments = ["--config", options.config, "--store", store, "--out", str(out.absolute())]
         arguments += ["--steps", str(settings.steps), "--min-rounds", str(settings.min_rounds)]
         arguments += ["--workers", str(settings.num_workers), "--tracking-uri", tracking_uri(settings.tracking_uri)]

@@ -42,5 +42,5 @@ def run_export(root: str, dest: Path) -> None:
 def _open(root: str) -> TrajectoryStore:
     store = TrajectoryStore(root)
     if not store.exists:
-        raise StoreError(f"there is no trajectory store at {store.path}")
+        raise StoreError(f"there is no trajectory store at {store.root}")
     return store

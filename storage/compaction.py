@@ -10,22 +10,23 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.dataset
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction, RemoveAction
 
 from graft_dist.errors import StoreError
-from storage.parquet_files import write_file
+from storage.parquet_files import batches_of, write_file
+from storage.place import Place
 from storage.schema import PARTITION_COLUMNS
 
 _FENCE = "graft-dist/compact"
 _ROWS_PER_GROUP = 50_000  # DuckDB reads row groups in parallel; one is held in memory while writing
+_BYTES_PER_GROUP = 64 << 20  # of rows with hidden states, fewer make a group
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ def live_files(log: DeltaTable) -> list[LiveFile]:
 
 
 def compact_table(
-    log: DeltaTable, folder: Path, aside: Path, *, keep: Sequence[str], drop: Sequence[str], target_size: int
+    log: DeltaTable, folder: Place, aside: Path, *, keep: Sequence[str], drop: Sequence[str], target_size: int
 ) -> None:
     """Replace small files by merged ones, in one commit.
 
     Args:
         log: the table, as of a version read before `keep` and `drop` were worked out.
         folder: the table's folder.
-        aside: folder on the same file system for files being written.
+        aside: local folder for files being written; of a local store, on the same file system.
         keep: paths not to touch.
         drop: paths whose rows are to go.
         target_size: bytes; merged files are filled up to about this, and files of more than half of it stay.
@@ -78,7 +79,7 @@ def compact_table(
     replace_files(log, folder, added, removed)
 
 
-def replace_files(log: DeltaTable, folder: Path, added: Sequence[AddAction], removed: Sequence[RemoveAction]) -> None:
+def replace_files(log: DeltaTable, folder: Place, added: Sequence[AddAction], removed: Sequence[RemoveAction]) -> None:
     """Take files out of a table's log and put others in, in one commit under the fence of all upkeep.
 
     Raises:
@@ -95,7 +96,7 @@ def replace_files(log: DeltaTable, folder: Path, added: Sequence[AddAction], rem
         )
     except CommitFailedError as error:
         for action in added:
-            (folder / action.path).unlink(missing_ok=True)
+            (folder / action.path).remove()
         raise StoreError(f"the compaction of {folder} met another one and changed nothing ({error}).") from error
 
 
@@ -112,17 +113,17 @@ def _bins(files: Sequence[LiveFile], target_size: int) -> list[list[LiveFile]]:
     return bins
 
 
-def _merge(group: Sequence[LiveFile], folder: Path, aside: Path, schema: pa.Schema) -> AddAction:
-    files = [str(folder / file.path) for file in group]
-    return add_rows(folder, aside, group[0].partition, schema, _row_groups(files, schema), data_change=False)
+def _merge(group: Sequence[LiveFile], folder: Place, aside: Path, schema: pa.Schema) -> AddAction:
+    rows = batches_of([folder / file.path for file in group], schema)
+    return add_rows(folder, aside, group[0].partition, schema, rows, data_change=False)
 
 
 def add_rows(
-    folder: Path,
+    folder: Place,
     aside: Path,
     partition: tuple[str, str],
     schema: pa.Schema,
-    rows: Iterator[pa.Table],
+    rows: Iterable[pa.RecordBatch],
     *,
     data_change: bool,
 ) -> AddAction:
@@ -130,7 +131,7 @@ def add_rows(
     target, date = partition
     name = f"part-{uuid.uuid4().hex}"
     path = f"target={target}/date={date}/{name}.parquet"
-    written = write_file(aside / f"{folder.name}-{name}", folder / path, schema, rows)
+    written = write_file(aside / f"{folder.name}-{name}", folder / path, schema, _row_groups(rows, schema))
     return AddAction(
         path=path,
         size=written.size,
@@ -141,15 +142,18 @@ def add_rows(
     )
 
 
-def _row_groups(files: Sequence[str], schema: pa.Schema) -> Iterator[pa.Table]:
-    """All rows in the order of the files, so that a unit's rows stay together; columns a file lacks are NULL."""
+def _row_groups(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> Iterator[pa.Table]:
+    """The rows in their order, so that a unit's stay together."""
     waiting: list[pa.RecordBatch] = []
-    for batch in pyarrow.dataset.dataset(list(files), format="parquet", schema=schema).to_batches():
+    num_rows = num_bytes = 0
+    for batch in batches:
         waiting.append(batch)
-        if sum(part.num_rows for part in waiting) >= _ROWS_PER_GROUP:
+        num_rows, num_bytes = num_rows + batch.num_rows, num_bytes + batch.nbytes
+        if num_rows >= _ROWS_PER_GROUP or num_bytes >= _BYTES_PER_GROUP:
             yield pa.Table.from_batches(waiting, schema)
-            waiting = []
-    yield pa.Table.from_batches(waiting, schema)
+            waiting, num_rows, num_bytes = [], 0, 0
+    if waiting:
+        yield pa.Table.from_batches(waiting, schema)
 
 
 def removal(file: LiveFile, *, data_change: bool) -> RemoveAction:

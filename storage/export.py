@@ -9,9 +9,10 @@ import uuid
 from pathlib import Path
 
 from graft_dist.errors import StoreError
+from storage.place import Place
 from storage.query import connect
 from storage.schema import PARTITION_COLUMNS
-from storage.trajectories import local_root
+from storage.trajectories import TrajectoryStore
 
 _MARKER = "_graft_export"
 _AT_FDCWD = -100
@@ -26,18 +27,18 @@ def export_tree(root: str | os.PathLike[str], dest: str | os.PathLike[str]) -> P
     A table without rows is an empty folder. The copy is not flushed to disk: after a power cut, export again.
 
     Raises:
-        StoreError: if there is no store, if `dest` holds anything but an earlier export, or if the file system cannot
-            swap two folders.
+        StoreError: if there is no store, if `dest` is no folder, holds anything but an earlier export, or if the file
+            system cannot swap two folders.
     """
-    source, final = local_root(root), local_root(dest)
-    if not (source / "sequences" / "_delta_log").is_dir():
-        raise StoreError(f"there is no trajectory store at {source}.")
+    source, final = TrajectoryStore(root), Place.parse(dest).local
+    if not source.exists:
+        raise StoreError(f"there is no trajectory store at {source.root}.")
     if final.exists() and not (final / _MARKER).is_file():
         raise StoreError(f"{final} exists and is no earlier export: choose another folder.")
     final.parent.mkdir(parents=True, exist_ok=True)
     aside = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
     try:
-        _write_tree(source, aside)
+        _write_tree(str(source.root), aside)
         if final.exists():
             _exchange(aside, final)
         else:
@@ -47,7 +48,7 @@ def export_tree(root: str | os.PathLike[str], dest: str | os.PathLike[str]) -> P
     return final
 
 
-def _write_tree(source: Path, aside: Path) -> None:
+def _write_tree(source: str, aside: Path) -> None:
     aside.mkdir()
     (aside / _MARKER).write_text("Written by graft-dist; the next export replaces this folder.\n", encoding="utf-8")
     with connect(source) as connection:

@@ -10,25 +10,30 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.dataset
+import pyarrow.fs
 import pyarrow.parquet as pq
+
+from storage.place import Place
+
+_CHUNK_BYTES = 8 << 20  # read at once; of an object, one request
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What lies on disk after `write_file`."""
+    """What is there after `write_file`."""
 
     size: int  # bytes
     rows: int
     sha256: str
 
 
-def write_file(aside: Path, final: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> WrittenFile:
-    """Write `groups`, a row group each, to `aside`, flush it to disk, checksum it and rename it to `final`.
+def write_file(aside: Path, final: Place, schema: pa.Schema, groups: Iterable[pa.Table]) -> WrittenFile:
+    """Write `groups`, a row group each, to `aside`, flush, checksum, and rename it to `final` or upload it.
 
-    Both paths must be on one file system; folders are made. Whatever goes wrong, nothing is left behind.
+    A local `final` must be on the file system of `aside`; folders are made. An object appears only when its upload has
+    ended. Whatever goes wrong, nothing is left behind but perhaps an object that nobody names.
     """
     aside.parent.mkdir(parents=True, exist_ok=True)
-    final.parent.mkdir(parents=True, exist_ok=True)
     rows = 0
     try:
         with aside.open("wb") as file:
@@ -38,28 +43,69 @@ def write_file(aside: Path, final: Path, schema: pa.Schema, groups: Iterable[pa.
                     rows += group.num_rows
             file.flush()
             os.fsync(file.fileno())
-        written = WrittenFile(aside.stat().st_size, rows, sha256_of(aside))
-        aside.rename(final)
-    except BaseException:
+        written = WrittenFile(aside.stat().st_size, rows, sha256_of(Place(pyarrow.fs.LocalFileSystem(), str(aside))))
+        _publish(aside, final)
+    finally:
         aside.unlink(missing_ok=True)
-        raise
-    _fsync_folder(final.parent)
     return written
 
 
-def sha256_of(path: Path) -> str:
+def _publish(aside: Path, final: Place) -> None:
+    if final.is_local:
+        folder = final.local.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        aside.rename(final.local)
+        _fsync_folder(folder)
+    else:
+        pyarrow.fs.copy_files(
+            str(aside),
+            final.path,
+            source_filesystem=pyarrow.fs.LocalFileSystem(),
+            destination_filesystem=final.files,
+            chunk_size=_CHUNK_BYTES,
+        )
+
+
+def sha256_of(place: Place) -> str:
     """The file's SHA-256 as hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with place.files.open_input_stream(place.path) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
-def distinct_values(files: Sequence[Path], column: str) -> set[str]:
-    """The different values of a string column over all files, reading only that column."""
-    if not files:
-        return set()
-    paths = [str(file) for file in files]
-    dataset = pyarrow.dataset.dataset(paths, format="parquet", schema=pa.schema([(column, pa.string())]))
-    return set(dataset.to_table().column(column).unique().to_pylist())
+def footer_of(place: Place) -> pq.FileMetaData:
+    """The file's footer: its schema and number of rows."""
+    return pq.read_metadata(place.path, filesystem=place.files)
+
+
+def batches_of(
+    files: Sequence[Place], schema: pa.Schema, rows: pyarrow.dataset.Expression | None = None
+) -> Iterable[pa.RecordBatch]:
+    """The rows of the files in their order, columns that a file lacks as NULL; few of them are in memory at a time."""
+    paths = [file.path for file in files]
+    dataset = pyarrow.dataset.dataset(paths, schema=schema, format="parquet", filesystem=files[0].files)
+    # Arrow's own read-ahead is made for narrow rows: of ours it would hold gigabytes.
+    return dataset.to_batches(filter=rows, batch_size=4096, batch_readahead=2, fragment_readahead=1)
+
+
+def distinct_rows(files: Sequence[Place], *columns: str) -> set[tuple[str, ...]]:
+    """The different values of string columns over all files, reading only these columns."""
+    found: set[tuple[str, ...]] = set()
+    if files:
+        paths = [file.path for file in files]
+        schema = pa.schema([(column, pa.string()) for column in columns])
+        dataset = pyarrow.dataset.dataset(paths, schema=schema, format="parquet", filesystem=files[0].files)
+        for batch in dataset.to_batches():
+            distinct = pa.Table.from_batches([batch]).group_by(list(columns)).aggregate([])
+            found.update(zip(*(distinct[column].to_pylist() for column in columns), strict=True))
+    return found
+
+
+def distinct_values(files: Sequence[Place], column: str) -> set[str]:
+    """The different values of one string column over all files."""
+    return {value for (value,) in distinct_rows(files, column)}
 
 
 def _fsync_folder(path: Path) -> None:

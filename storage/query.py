@@ -26,6 +26,7 @@ import duckdb
 import pyarrow as pa
 
 from graft_dist.errors import StoreError
+from storage.place import ObjectReader, Place
 from storage.schema import PARTITION_FIELDS, TABLES
 from storage.trajectories import Snapshot, TrajectoryStore
 
@@ -42,7 +43,7 @@ def connect(
     """A DuckDB connection with the views `sequences` and `rounds` over one snapshot of the store.
 
     Args:
-        root: the store; need not exist yet, the views are empty then.
+        root: the store, also in an object store; need not exist yet, the views are empty then.
         memory_limit: such as "2GB"; DuckDB's default is 80 % of the machine's memory, for this process alone.
         threads: DuckDB's default is all cores.
         snapshot: an earlier `TrajectoryStore(root).snapshot()` to read instead of the newest.
@@ -59,6 +60,10 @@ def connect(
         settings["threads"] = threads
     connection = duckdb.connect(":memory:", config=settings)
     connection.execute("SET TimeZone = 'UTC'")  # the same answer on every machine
+    connection.execute("SET parquet_metadata_cache = true")  # files never change, and there may be thousands
+    place = Place.parse(taken.root)
+    if not place.is_local:
+        connection.register_filesystem(ObjectReader(place.files))
     try:
         connection.execute(f"CREATE VIEW sequences AS {_select('sequences', taken.sequences_files)}")
         connection.execute(f"CREATE VIEW rounds_of_all_attempts AS {_select('rounds', taken.rounds_files)}")
@@ -91,7 +96,7 @@ def run_query(
     """
     store = TrajectoryStore(root)
     if not store.exists:
-        raise StoreError(f"there is no trajectory store at {store.path}: a collect job creates one when it starts.")
+        raise StoreError(f"there is no trajectory store at {store.root}: a collect job creates one when it starts.")
     sql = _sql_of(sql_or_name)
     if not sql.strip():
         raise StoreError(f"the query is empty: give SQL, or one of the named queries {', '.join(query_names())}.")

@@ -5,20 +5,18 @@ The files stay on disk, and earlier versions readable, until `vacuum`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset
 from deltalake import DeltaTable
 
-from storage.compaction import LiveFile, add_rows, body_schema, live_files, removal, replace_files
-from storage.parquet_files import distinct_values
+from storage.compaction import add_rows, body_schema, live_files, removal, replace_files
+from storage.parquet_files import batches_of, distinct_values
+from storage.place import Place
 
 
-def forget_days(log: DeltaTable, folder: Path, before: date, target: str | None) -> int:
+def forget_days(log: DeltaTable, folder: Place, before: date, target: str | None) -> int:
     """Take out what was written on days before `before`, of one target or all; returns how many files went.
 
     Raises:
@@ -34,27 +32,23 @@ def forget_days(log: DeltaTable, folder: Path, before: date, target: str | None)
     return len(gone)
 
 
-def forget_run(log: DeltaTable, folder: Path, aside: Path, run_id: str) -> int:
+def forget_run(log: DeltaTable, folder: Place, aside: Path, run_id: str) -> int:
     """Take out a run's rows; files that hold other runs' too are written anew without them. Returns how many files.
 
     Raises:
         StoreError: other upkeep came first; nothing was changed then.
     """
     schema = body_schema(log)
-    concerned = [file for file in live_files(log) if run_id in distinct_values([folder / file.path], "run_id")]
-    if not concerned:
-        return 0
-    mixed = [file for file in concerned if distinct_values([folder / file.path], "run_id") != {run_id}]
-    added = [
-        add_rows(folder, aside, file.partition, schema, _others(folder, file, schema, run_id), data_change=True)
-        for file in mixed
-    ]
-    replace_files(log, folder, added, [removal(file, data_change=True) for file in concerned])
-    return len(concerned)
-
-
-def _others(folder: Path, file: LiveFile, schema: pa.Schema, run_id: str) -> Iterator[pa.Table]:
-    rows = pyarrow.dataset.dataset([str(folder / file.path)], format="parquet", schema=schema)
-    for batch in rows.to_batches(filter=pc.field("run_id") != run_id):
-        if batch.num_rows:
-            yield pa.Table.from_batches([batch], schema)
+    others = pc.field("run_id") != run_id
+    added, removed = [], []
+    for file in live_files(log):
+        place = folder / file.path
+        runs = distinct_values([place], "run_id")
+        if run_id in runs:
+            removed.append(removal(file, data_change=True))
+            if len(runs) > 1:
+                rows = batches_of([place], schema, others)
+                added.append(add_rows(folder, aside, file.partition, schema, rows, data_change=True))
+    if removed:
+        replace_files(log, folder, added, removed)
+    return len(removed)

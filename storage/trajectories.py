@@ -5,9 +5,12 @@
     <root>/_tmp/        files being written; never read, never named *.parquet
     <root>/_pins/       snapshots that learning runs still read, see `pins`
 
+The root is a folder of a local or network file system, or s3://bucket/prefix. An object appears whole when its upload
+has ended, so that files for an object store are written aside on the machine that makes them.
+
 A *unit* (some tens of prompts) is one sequences file and one rounds file of one *attempt*. Who does what:
 
-* Anyone, such as an actor: `write_unit` writes both files aside, flushes them to disk, checksums and renames them.
+* Anyone, such as an actor: `write_unit` writes both files aside, flushes, checksums, and renames or uploads them.
   Nothing is visible yet: a file counts only if the log names it.
 * The driver alone: `begin` once, then `commit` finished units in batches, with `seq` growing by one or more each time.
 
@@ -20,7 +23,8 @@ Once only: the first committed attempt of a unit wins, later ones are skipped. T
 transactions of the log: (run_id, seq) stops a second driver of the same run (`StoreFencedError`), and a counter that
 every commit raises makes commits of *different* runs take turns, each looking again at what is already there.
 
-Works on local and network file systems; object stores are refused for now.
+Of two commits to a log at once one is refused, by a rename that replaces nothing on a file system, by a conditional PUT
+in an object store; a store that ignores `If-None-Match` will not do.
 """
 
 from __future__ import annotations
@@ -37,11 +41,9 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
+import platformdirs
 import pyarrow as pa
-import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable, Transaction
 from deltalake import Schema as DeltaSchema
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
@@ -50,8 +52,9 @@ from deltalake.transaction import AddAction
 from graft_dist.errors import StoreError
 from storage import schema as tables
 from storage.compaction import compact_table, live_files
-from storage.parquet_files import distinct_values, sha256_of, write_file
+from storage.parquet_files import distinct_rows, distinct_values, footer_of, sha256_of, write_file
 from storage.pins import Pins
+from storage.place import Place
 from storage.retention import forget_days, forget_run
 from storage.schema import PARTITION_COLUMNS, PARTITION_FIELDS, SCHEMA_VERSION, Provenance, UnitKey
 
@@ -103,7 +106,7 @@ class Snapshot:
     root: str
     sequences_version: int
     rounds_version: int
-    sequences_files: tuple[str, ...]  # absolute paths
+    sequences_files: tuple[str, ...]  # absolute paths or s3:// URIs
     rounds_files: tuple[str, ...]
 
     @property
@@ -126,29 +129,20 @@ def new_attempt() -> str:
     return uuid.uuid4().hex[:12]
 
 
-def local_root(root: str | os.PathLike[str]) -> Path:
-    """The absolute folder of a store given as a path or a file:// URI.
-
-    Raises:
-        StoreError: for any other scheme, or a path that DuckDB would read as a pattern.
-    """
-    text = os.fspath(root)
-    scheme = urlsplit(text).scheme if "://" in text else ""
-    if scheme not in ("", "file"):
-        raise StoreError(f"the store {text!r} uses {scheme}://, but only local paths and file:// are supported.")
-    path = Path(url2pathname(urlsplit(text).path) if scheme else text).expanduser().absolute()
-    if re.search(r"[*?\[\]]", str(path)):
-        raise StoreError(f"the path {str(path)!r} contains one of * ? [ ], which readers would take for a pattern.")
-    return path
-
-
 class TrajectoryStore:
-    """A store at `root` (a local path or file:// URI). Making one touches nothing; `begin` creates it."""
+    """A store at `root` (a local path, file:// or s3:// URI). Making one touches nothing; `begin` creates it."""
 
     def __init__(self, root: str | os.PathLike[str], schemas: Mapping[str, pa.Schema] = tables.TABLES) -> None:
-        self.path = local_root(root)
+        self.root = Place.parse(root)
         self._schemas = dict(schemas)
-        self._units: tuple[int, frozenset[str]] = (-1, frozenset())  # version of `sequences`, its unit ids
+        uploads = Path(platformdirs.user_cache_dir("graft-dist")) / "uploads"
+        self._aside = self.root.local / "_tmp" if self.root.is_local else uploads
+        self._units: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())  # paths read; their unit ids
+
+    @property
+    def path(self) -> Path:
+        """The folder of a local store."""
+        return self.root.local
 
     # ------------------------------------------------------------------ writing
 
@@ -169,25 +163,28 @@ class TrajectoryStore:
             written_at: with time zone; now by default. Its UTC day is the partition.
 
         Returns:
-            The rounds file and the sequences file, complete on disk under their final names.
+            The rounds file and the sequences file, complete under their final names.
 
         Raises:
             ValueError: for a unit that is not whole: no sequence, a sequence twice, a foreign round, a missing round.
         """
         _check_unit(key, provenance, sequences, rounds)
         written_at = (written_at or datetime.now(UTC)).astimezone(UTC)
-        day = written_at.date().isoformat()
         bodies = {
             "rounds": tables.rounds_table(key, rounds),
             "sequences": tables.sequences_table(key, provenance, sequences, written_at),
         }
-        return [self._write_file(name, body, key, provenance.target, day) for name, body in bodies.items()]
+        return self.write_tables(key, provenance.target, written_at.date(), bodies)
+
+    def write_tables(self, key: UnitKey, target: str, day: date, bodies: Mapping[str, pa.Table]) -> list[FileInfo]:
+        """As `write_unit`, of rows made elsewhere: both tables of a whole unit, in the columns of `schema`."""
+        return [self._write_file(name, body, key, target, day.isoformat()) for name, body in bodies.items()]
 
     def _write_file(self, table: str, body: pa.Table, key: UnitKey, target: str, day: str) -> FileInfo:
-        name = f"unit-{key.unit_id}-{key.attempt}"
-        relative = f"target={target}/date={day}/{name}.parquet"
-        aside, final = self.path / "_tmp" / f"{table}-{name}", self.path / table / relative
-        if final.exists():
+        name = _file_name(key.unit_id, key.attempt)
+        relative = f"target={target}/date={day}/{name}"
+        aside, final = self._aside / f"{table}-{Path(name).stem}", self.root / table / relative
+        if final.info() is not None:
             raise ValueError(f"attempt {key.attempt!r} of unit {key.unit_id!r} exists already: use a new name")
         about = {"schema_version": str(SCHEMA_VERSION), "unit_id": key.unit_id, "attempt": key.attempt}
         body = body.replace_schema_metadata({f"graft.{name}": value for name, value in about.items()})
@@ -214,11 +211,13 @@ class TrajectoryStore:
         """
         for table in self._schemas:
             self._create_or_upgrade(table)
-        with _told_apart(f"writing to {self.path}"):
-            aside = self.path / "_tmp"
-            aside.mkdir(exist_ok=True)
-            with tempfile.TemporaryFile(dir=aside) as file:
+        with _told_apart(f"writing to {self.root}"):
+            self._aside.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._aside) as file:
                 file.write(b"graft")
+            if not self.root.is_local:
+                with self.root.files.open_output_stream((self.root / "_tmp/probe").path) as probe:
+                    probe.write(b"graft")
 
     def begin(self, run_id: str, target: str, dataset: Mapping[str, str]) -> int:
         """Prepare the store for a run's commits: create or upgrade its tables, and check that the run belongs here.
@@ -273,9 +272,8 @@ class TrajectoryStore:
 
     def committed_units(self) -> set[str]:
         """The ids of all units that count, over all targets and runs; empty when there is no store yet."""
-        with contextlib.suppress(TableNotFoundError):
-            return set(self._units_in(DeltaTable(self.path / "sequences")))
-        return set()
+        log = self._open("sequences")
+        return set() if log is None else set(self._units_in(log))
 
     def _not_in(self, log: DeltaTable, units: Mapping[str, Mapping[str, FileInfo]]) -> list[FileInfo]:
         known = self._units_in(log)
@@ -305,50 +303,55 @@ class TrajectoryStore:
                 lost = error
                 continue
             except (DeltaError, OSError) as error:
-                raise StoreError(f"{self.path / table} cannot be written: {_one_line(error)}.") from error
+                raise StoreError(f"{self.root / table} cannot be written: {_one_line(error)}.") from error
             return files
-        raise StoreError(f"{self.path / table}: commit given up after {_MAX_COMMIT_TRIES} tries: {lost}") from lost
+        raise StoreError(f"{self.root / table}: commit given up after {_MAX_COMMIT_TRIES} tries: {lost}") from lost
 
     def _check_fence(self, log: DeltaTable, run_id: str, seq: int) -> None:
         # The log itself refuses a transaction that races with ours, but takes an old version from a fresh snapshot.
         if (log.transaction_version(run_id) or 0) >= seq:
             raise StoreFencedError(
-                f"another driver of run {run_id!r} has committed batch {seq} to {self.path}: this one must stop."
+                f"another driver of run {run_id!r} has committed batch {seq} to {self.root}: this one must stop."
             )
 
     def _check_files(self, units: Iterable[Mapping[str, FileInfo]]) -> None:
         registered = {table: _arrow_schema(self._log(table)) for table in self._schemas}
         for unit in units:
             for file in unit.values():
-                path = self.path / file.table / file.path
-                if not path.is_file():
-                    raise StoreError(f"{path} is gone: unit {file.unit_id!r} has to be decoded again.")
-                if path.stat().st_size != file.size or sha256_of(path) != file.sha256:
-                    raise StoreError(f"{path} is not the file that was written ({file.size} bytes): not committed.")
-                footer = pq.read_metadata(path)
+                place = self.root / file.table / file.path
+                info = place.info()
+                if info is None:
+                    raise StoreError(f"{place} is gone: unit {file.unit_id!r} has to be decoded again.")
+                if info.size != file.size or sha256_of(place) != file.sha256:
+                    raise StoreError(f"{place} is not the file that was written ({file.size} bytes): not committed.")
+                footer = footer_of(place)
                 if footer.num_rows != file.rows:
-                    raise StoreError(f"{path} has {footer.num_rows} rows instead of {file.rows}: not committed.")
-                tables.check_file_schema(footer.schema.to_arrow_schema(), registered[file.table], str(path))
+                    raise StoreError(f"{place} has {footer.num_rows} rows instead of {file.rows}: not committed.")
+                tables.check_file_schema(footer.schema.to_arrow_schema(), registered[file.table], str(place))
 
     def _units_in(self, log: DeltaTable) -> frozenset[str]:
         """The unit ids of one version of `sequences`; kept, because a driver asks at every commit."""
-        if self._units[0] != log.version():
-            self._units = (log.version(), frozenset(distinct_values(self._files(log, "sequences"), "unit_id")))
+        paths = frozenset(file.path for file in live_files(log))
+        read, units = self._units
+        if not read <= paths:  # files were merged or forgotten
+            read, units = frozenset(), frozenset()
+        new = [self.root / "sequences" / path for path in sorted(paths - read)]
+        self._units = (paths, units | distinct_values(new, "unit_id"))
         return self._units[1]
 
     def _create_or_upgrade(self, table: str) -> None:
         full = pa.schema([*self._schemas[table], *PARTITION_FIELDS])
-        if not DeltaTable.is_deltatable(str(self.path / table)):
+        if not self._is_table(table):
             self._create(table, full)
         log = self._log(table)
         version = int(log.metadata().configuration.get("graft.schemaVersion", "0"))
         if version > SCHEMA_VERSION:
             raise StoreError(
-                f"{self.path} has schema version {version}, newer than {SCHEMA_VERSION}: update graft-dist."
+                f"{self.root} has schema version {version}, newer than {SCHEMA_VERSION}: update graft-dist."
             )
         known = set(_arrow_schema(log).names)
         missing = pa.schema([column for column in full if column.name not in known])
-        with _told_apart(f"the upgrade of {self.path / table}"):
+        with _told_apart(f"the upgrade of {self.root / table}"):
             if missing:
                 log.alter.add_columns(DeltaSchema.from_arrow(missing).fields)
                 log = self._log(table)
@@ -358,16 +361,17 @@ class TrajectoryStore:
     def _create(self, table: str, schema: pa.Schema) -> None:
         try:
             DeltaTable.create(
-                self.path / table,
+                str(self.root / table),
                 schema=schema,
                 mode="ignore",
                 partition_by=list(PARTITION_COLUMNS),
                 configuration=_TABLE_PROPERTIES,
                 raise_if_key_not_exists=False,
+                storage_options=self.root.log_options,
             )
         except (DeltaError, OSError) as error:
-            if not DeltaTable.is_deltatable(str(self.path / table)):  # else another driver was faster
-                raise StoreError(f"no trajectory store can be made at {self.path}: {_one_line(error)}.") from error
+            if not self._is_table(table):  # else another driver was faster
+                raise StoreError(f"no trajectory store can be made at {self.root}: {_one_line(error)}.") from error
 
     def _register(self, target: str, dataset: dict[str, str]) -> None:
         key = f"graft.dataset.{target}"
@@ -381,32 +385,47 @@ class TrajectoryStore:
             except CommitFailedError:
                 continue
             except (DeltaError, OSError) as error:
-                raise StoreError(f"{self.path} cannot be written: {_one_line(error)}.") from error
+                raise StoreError(f"{self.root} cannot be written: {_one_line(error)}.") from error
             return
         else:
-            raise StoreError(f"{self.path} could not register target {target!r}: others committed first.")
+            raise StoreError(f"{self.root} could not register target {target!r}: others committed first.")
         for name in sorted(found.keys() | dataset.keys()):
             if found.get(name) != dataset.get(name):
                 raise StoreError(
-                    f"{self.path} holds data of target {target!r} with {name} {found.get(name)}, this run has "
+                    f"{self.root} holds data of target {target!r} with {name} {found.get(name)}, this run has "
                     f"{dataset.get(name)}: use another store, they must not be mixed."
                 )
 
-    def _files(self, log: DeltaTable, table: str) -> list[Path]:
-        return [self.path / table / file.path for file in live_files(log)]
+    def _files(self, log: DeltaTable, table: str) -> list[Place]:
+        return [self.root / table / file.path for file in live_files(log)]
 
-    def _log(self, table: str) -> DeltaTable:
+    def _is_table(self, table: str) -> bool:
         try:
-            return DeltaTable(self.path / table)
-        except TableNotFoundError as error:
-            raise StoreError(f"there is no trajectory store at {self.path}: it has no table {table!r}.") from error
+            return DeltaTable.is_deltatable(str(self.root / table), storage_options=self.root.log_options)
+        except (DeltaError, OSError) as error:
+            raise StoreError(f"{self.root} cannot be read: {_one_line(error)}.") from error
+
+    def _open(self, table: str, version: int | None = None) -> DeltaTable | None:
+        try:
+            return DeltaTable(str(self.root / table), version=version, storage_options=self.root.log_options)
+        except TableNotFoundError:
+            return None
+        except (DeltaError, OSError) as error:
+            what = "cannot be read" if version is None else f"has no version {version}"
+            raise StoreError(f"{self.root / table} {what}: {_one_line(error)}.") from error
+
+    def _log(self, table: str, version: int | None = None) -> DeltaTable:
+        log = self._open(table, version)
+        if log is None:
+            raise StoreError(f"there is no trajectory store at {self.root}: it has no table {table!r}.")
+        return log
 
     # ------------------------------------------------------------------ reading
 
     @property
     def exists(self) -> bool:
         """True once `begin` has made both tables."""
-        return all(DeltaTable.is_deltatable(str(self.path / table)) for table in self._schemas)
+        return all(self._is_table(table) for table in self._schemas)
 
     def snapshot(self, sequences_version: int | None = None, rounds_version: int | None = None) -> Snapshot:
         """The files that count now, or at the given versions of an earlier snapshot; empty when there is no store.
@@ -418,19 +437,14 @@ class TrajectoryStore:
         versions, files = {}, {}
         for table, version in (("sequences", sequences_version), ("rounds", rounds_version)):
             versions[table], files[table] = self._files_at(table, version)
-        return Snapshot(str(self.path), versions["sequences"], versions["rounds"], files["sequences"], files["rounds"])
+        return Snapshot(str(self.root), versions["sequences"], versions["rounds"], files["sequences"], files["rounds"])
 
     def _files_at(self, table: str, version: int | None) -> tuple[int, tuple[str, ...]]:
         if version == -1:
             return -1, ()
-        try:
-            log = DeltaTable(self.path / table, version=version)
-        except TableNotFoundError:
-            if version is None:
-                return -1, ()
-            raise StoreError(f"there is no trajectory store at {self.path}: it has no table {table!r}.") from None
-        except DeltaError as error:
-            raise StoreError(f"{self.path / table} has no version {version}: {error}") from error
+        log = self._open(table) if version is None else self._log(table, version)
+        if log is None:
+            return -1, ()
         return log.version(), tuple(str(file) for file in self._files(log, table))
 
     # --------------------------------------------------------------- upkeep
@@ -438,7 +452,7 @@ class TrajectoryStore:
     def compact(self, orphan_age_hours: float = 24.0, target_size: int = 256 << 20) -> Compaction:
         """Merge small files, and drop rounds whose sequences never came. Safe while others read and commit.
 
-        The replaced files stay on disk for readers that still use them, until `vacuum`.
+        The replaced files stay for readers that still use them, until `vacuum`.
 
         Args:
             orphan_age_hours: rounds without sequences go when their file is at least this old; must be longer than any
@@ -454,21 +468,23 @@ class TrajectoryStore:
         for table, log in logs.items():
             # Young orphans stay files of their own: their sequences may be on the way, and their age must stay known.
             keep, drop = (young, old) if table == "rounds" else ([], [])
-            compact_table(log, self.path / table, self.path / "_tmp", keep=keep, drop=drop, target_size=target_size)
+            compact_table(log, self.root / table, self._aside, keep=keep, drop=drop, target_size=target_size)
         after = sum(len(live_files(self._log(table))) for table in self._schemas)
         return Compaction(before, after, len(old))
 
     def _orphans(self, rounds: DeltaTable, age_hours: float) -> tuple[list[str], list[str]]:
         """The rounds files of attempts without sequences, (young, old); read the sequences' log after the rounds'."""
-        committed = distinct_values(self._files(self._log("sequences"), "sequences"), "attempt")
+        committed = distinct_rows(self._files(self._log("sequences"), "sequences"), "unit_id", "attempt")
+        known = {_file_name(unit_id, attempt) for unit_id, attempt in committed}
         newest = time.time() - 3600 * age_hours
         young: list[str] = []
         old: list[str] = []
         for file in live_files(rounds):
-            path = self.path / "rounds" / file.path
+            place = self.root / "rounds" / file.path
             # Merged files hold no orphans: those were kept out.
-            if path.name.startswith("unit-") and not distinct_values([path], "attempt") <= committed:
-                (old if path.stat().st_mtime <= newest else young).append(file.path)
+            if place.name.startswith("unit-") and place.name not in known:
+                info = place.info()
+                (old if info is not None and info.mtime.timestamp() <= newest else young).append(file.path)
         return young, old
 
     def forget(self, *, before: date | None = None, target: str | None = None, run_id: str | None = None) -> int:
@@ -488,12 +504,12 @@ class TrajectoryStore:
             raise ValueError("give either before (and, if need be, target) or run_id")
         num_files = 0
         for table in ("sequences", "rounds"):
-            log, folder = self._log(table), self.path / table
+            log, folder = self._log(table), self.root / table
             if before is not None:
                 num_files += forget_days(log, folder, before, target)
             else:
                 assert run_id is not None
-                num_files += forget_run(log, folder, self.path / "_tmp", run_id)
+                num_files += forget_run(log, folder, self._aside, run_id)
         return num_files
 
     def pin(self, name: str, snapshot: Snapshot) -> None:
@@ -503,16 +519,17 @@ class TrajectoryStore:
             StoreError: the store cannot be written.
         """
         versions = {"sequences": snapshot.sequences_version, "rounds": snapshot.rounds_version}
-        Pins(self.path).put(name, versions)
+        Pins(self.root).put(name, versions)
 
     def unpin(self, name: str) -> None:
         """Take a pin away, if there is one."""
-        Pins(self.path).take_away(name)
+        Pins(self.root).take_away(name)
 
     def vacuum(self, retention_hours: int = 24) -> list[str]:
         """Delete files that the log no longer names, or never did: of killed attempts, compacted ones, half-written.
 
-        Files of pinned snapshots stay, however old they are.
+        Files of pinned snapshots stay, however old they are. Of an object store, half-written files are those of this
+        machine.
 
         Args:
             retention_hours: files younger than this stay. Must be longer than a unit's decoding, its wait for a commit,
@@ -528,11 +545,11 @@ class TrajectoryStore:
                 dry_run=False,
                 enforce_retention_duration=False,
                 full=True,
-                keep_versions=Pins(self.path).versions(table) or None,
+                keep_versions=Pins(self.root).versions(table) or None,
             )
             deleted += [f"{table}/{path}" for path in gone]
         oldest = time.time() - 3600 * retention_hours
-        for path in sorted((self.path / "_tmp").glob("*")):
+        for path in sorted(self._aside.glob("*")):
             with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
                 if path.stat().st_mtime <= oldest:
                     path.unlink()
@@ -543,7 +560,7 @@ class TrajectoryStore:
         """Write what counts now as plain Parquet files under `dest`: see `export.export_tree`."""
         from storage.export import export_tree  # it reads through `query`, which reads through this module
 
-        return export_tree(self.path, dest)
+        return export_tree(str(self.root), dest)
 
 
 @contextlib.contextmanager
@@ -600,6 +617,10 @@ def _whole_units(files: Iterable[FileInfo]) -> dict[str, dict[str, FileInfo]]:
             raise ValueError(f"attempt {attempt!r} of unit {unit_id!r} has only {sorted(pair)}: commit both files")
         units.setdefault(unit_id, pair)
     return units
+
+
+def _file_name(unit_id: str, attempt: str) -> str:
+    return f"unit-{unit_id}-{attempt}.parquet"
 
 
 def _add_action(file: FileInfo) -> AddAction:

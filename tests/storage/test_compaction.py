@@ -25,7 +25,7 @@ def rows(store):
 
 
 def compact_from(store, log, target_size=1 << 20):
-    compact_table(log, store.path / "rounds", store.path / "_tmp", keep=[], drop=[], target_size=target_size)
+    compact_table(log, store.root / "rounds", store.path / "_tmp", keep=[], drop=[], target_size=target_size)
 
 
 def test_the_second_of_two_compactions_fails_and_leaves_nothing(store):

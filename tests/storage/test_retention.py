@@ -90,7 +90,7 @@ def test_earlier_versions_stay_readable_until_vacuum(store: TrajectoryStore) -> 
 
 def test_cut_off_between_the_tables_nothing_dangles(store: TrajectoryStore) -> None:
     log = DeltaTable(store.path / "sequences")
-    forget_days(log, store.path / "sequences", date(2026, 1, 3), None)
+    forget_days(log, store.root / "sequences", date(2026, 1, 3), None)
     assert units(store) == both("u4")  # rounds without sequences do not count
     store.forget(before=date(2026, 1, 3))
     assert units(store) == both("u4")
@@ -100,7 +100,7 @@ def test_of_two_at_once_one_changes_nothing(store: TrajectoryStore) -> None:
     late = DeltaTable(store.path / "sequences")
     store.forget(before=date(2026, 1, 2))
     with pytest.raises(StoreError, match="changed nothing"):
-        forget_days(late, store.path / "sequences", date(2026, 1, 3), None)
+        forget_days(late, store.root / "sequences", date(2026, 1, 3), None)
     assert units(store) == both("u2", "u3", "u4")
 
 

@@ -458,8 +458,10 @@ def test_a_store_of_a_newer_version_is_refused(store):
 def test_roots(tmp_path):
     assert TrajectoryStore(f"file://{tmp_path}/with%20space").path == tmp_path / "with space"
     assert TrajectoryStore("relative").path.is_absolute()
-    with pytest.raises(StoreError, match=r"uses s3://, but only local paths and file:// are supported"):
-        TrajectoryStore("s3://bucket/store")
+    with pytest.raises(StoreError, match=r"uses gs://, not a local path, file:// or s3://"):
+        TrajectoryStore("gs://bucket/store")
+    with pytest.raises(StoreError, match="is in an object store; this needs a folder"):
+        TrajectoryStore(tmp_path).export("s3://bucket/rows")
     with pytest.raises(StoreError, match="readers would take for a pattern"):
         TrajectoryStore(tmp_path / "run[1]")
 
@@ -501,7 +503,7 @@ def test_an_older_store_is_upgraded_and_read_beside_new_files(tmp_path):
 
 
 def test_a_store_of_version_1_reads_and_takes_sequences_with_a_source(tmp_path):
-    schemas = {"sequences": older(SEQUENCES, "source"), "rounds": ROUNDS}
+    schemas = {"sequences": older(SEQUENCES, "source"), "rounds": older(ROUNDS, "hidden")}
     past = TrajectoryStore(tmp_path, schemas)
     past.begin("run", "tiny", DATASET)
     for table in schemas:
