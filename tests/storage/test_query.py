@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from datetime import UTC, datetime
 
 import numpy as np
@@ -163,6 +164,33 @@ def test_summary(root):
 
 
 # ------------------------------------------------------------------ views
+
+
+@pytest.fixture(scope="module")
+def parted(tmp_path_factory):
+    """A store of two targets and two runs, each pair of them in a file of its own."""
+    store = TrajectoryStore(tmp_path_factory.mktemp("parted"))
+    for target in ("tiny", "other"):
+        for run_id in ("old", "new"):
+            seq = store.begin(run_id, target, DATASET)
+            store.commit(write_unit(store, f"{target}-{run_id}", "a1", run_id=run_id, target=target), run_id, seq)
+    return store.path
+
+
+@pytest.mark.parametrize(
+    ("condition", "skipped"),
+    [
+        ("target = 'tiny'", [(r"Scanning Files: (\d+)/(\d+)", ("2", "4")), (r"Total Files Read: (\d+)", "2")]),
+        ("run_id = 'old'", [(r"Row Groups Scanned: (\d+) / (\d+)", ("2", "4"))]),
+    ],
+)
+def test_files_that_cannot_match_are_not_read(parted, condition, skipped):
+    """By folder for a target; of a run's neighbours only the footers, whose statistics say so."""
+    with connect(parted) as connection:
+        sql = f"EXPLAIN ANALYZE SELECT sum(num_tokens) FROM rounds_of_all_attempts WHERE {condition}"
+        plan = connection.sql(sql).fetchall()[0][1]
+    for pattern, numbers in skipped:
+        assert re.findall(pattern, plan) == [numbers], plan
 
 
 def test_an_empty_store_has_typed_empty_views(tmp_path):
