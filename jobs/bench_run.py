@@ -60,7 +60,8 @@ class BenchRun:
 
     def _run_cell(self, cell: Cell) -> int:
         folder = self.out / self.config.slug / cell.name
-        methods, frozen, num_failed = self.plan.methods_of(cell), {}, 0
+        methods, num_failed = self.plan.methods_of(cell), 0
+        frozen: dict[str, int] = {}
         if self.tuning:
             frozen, num_failed = self._freeze(cell, methods, folder)
         arms = [

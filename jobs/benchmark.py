@@ -44,7 +44,7 @@ class RayWorker:
         actor_class = ray.remote(
             num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS
         )(BenchWorker)
-        self._actor = actor_class.remote(config, plan, num_cpus)
+        self._actor: Any = actor_class.remote(config, plan, num_cpus)
 
     def describe(self) -> dict[str, Any]:
         return _result(self._actor.describe.remote())
