@@ -211,10 +211,10 @@ def ask(root: str, memory: str, threads: int, sql_or_name: str) -> dict[str, Any
 
 def stream_for_training(root: str, memory: str, threads: int) -> dict[str, Any]:
     """Read one target's sequences and then all their rounds, as fitting the edge scorer does."""
-    from storage.learning_rounds import RoundShape, recorded_sequences, round_records, source_of
+    from storage.learning_rounds import RoundShape, recorded_sequences, round_records, shapes_of
 
     with closing(connect(root, memory_limit=memory, threads=threads)) as connection:
-        depth, width, _ = source_of(connection, TARGETS[0]).shapes[0]
+        depth, width, _ = shapes_of(connection, TARGETS[0], DRAFTER)[0]
         shape = RoundShape(depth, width)
         sequences = recorded_sequences(connection, TARGETS[0], DRAFTER, shape)
         return {"rounds": sum(len(records) for _, records in round_records(connection, sequences, shape))}

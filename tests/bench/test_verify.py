@@ -100,7 +100,7 @@ def test_a_load_tests_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -
         is_lost = (block, position, arm) == (2, 1, "ddtree")
         outcome = Outcome.timeout if is_lost else Outcome.ok
         text, metrics = f"text {position}", {"rounds": 5, "mean_budget": 8.0 * (arm != "plain")}
-        reply = Reply(outcome, 0.0, total_s, ttft_s, gaps, (text,), ("stop",), 20, metrics)
+        reply = Reply(outcome, 0.0, total_s, ttft_s, gaps, (text,), ("stop",), 20, graft=metrics)
         prompt = Prompt(f"p{position}", "chat", ("?",))
         pairs.append(to_row(load, block, position, arm, prompt, 0.1 * position, 0.0, reply))
     rows, gap_rows = [row for row, _ in pairs], [gap for _, gap in pairs]

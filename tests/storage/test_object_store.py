@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from pyarrow.fs import FileSelector, FileSystem
 from typer.testing import CliRunner
-from werkzeug.serving import make_server
 
 from graft_dist.errors import StoreError
 from jobs.cli import app
@@ -19,25 +18,15 @@ from storage import StoreFencedError, TrajectoryStore, connect, run_query
 from tests.storage.records import DATASET, write_unit
 
 
-class OneAtATime:
-    """moto looks whether an object is there and stores it in two steps; a conditional PUT has to be one."""
-
-    def __init__(self) -> None:
-        self.application = DomainDispatcherApplication(create_backend_app)
-        self.lock = threading.Lock()
-
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> list[bytes]:
-        with self.lock:
-            return list(self.application(environ, start_response))
-
-
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    server = make_server("127.0.0.1", 0, OneAtATime(), threaded=True, request_handler=MotoRequestHandler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    command = [sys.executable, str(Path(__file__).with_name("bucket_server.py"))]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        assert server.stdin is not None and server.stdout is not None
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{int(server.stdout.readline())}")
         patch.setenv("AWS_ACCESS_KEY_ID", "key")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         patch.setenv("AWS_REGION", "us-east-1")
@@ -45,9 +34,7 @@ def bucket() -> Iterator[str]:
         files, name = FileSystem.from_uri("s3://graft?allow_bucket_creation=true&region=us-east-1")
         files.create_dir(name)
         yield "s3://graft"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+        server.stdin.close()
 
 
 @pytest.fixture
