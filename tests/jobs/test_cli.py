@@ -40,7 +40,7 @@ SURFACE = {
     "bench": f"--config --prompts --methods --budgets --policy --cost --warmup --out --limit {SAMPLING} {LOADING}",
     "policies": "--config --tracking-uri --format",
     "promote": "--config --tracking-uri --address",
-    "bench-serve": "--prompts --out --url --model --api-key-file --arms --concurrency --rates --blocks "
+    "bench-serve": "--prompts --config --out --url --model --api-key-file --arms --concurrency --rates --blocks "
     "--block-requests --max-new-tokens --temperature --seed --slo-ttft --slo-token --timeout --limit --soak "
     "--leave-share --policies --swap-every --sample-every --tolerate-ties --dashboard --app --tracking-uri",
     "drift": "--config --store --since --source --tracking-uri --format",

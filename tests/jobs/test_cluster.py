@@ -15,7 +15,7 @@ def test_a_process_is_in_a_cluster_afterwards_if_it_was_before(
     joined = cluster.Cluster(is_local=False, message="joined", resources={})
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: was_connected)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: events.append("left"))
-    monkeypatch.setattr(cluster, "connect", lambda address: joined)
+    monkeypatch.setattr(cluster, "connect", lambda *_: joined)
     with pytest.raises(KeyError), cluster.connected(None) as found:
         assert found is joined and events == []
         raise KeyError

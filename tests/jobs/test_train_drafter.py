@@ -123,7 +123,7 @@ def test_a_refusal_of_a_worker_comes_out_as_it_is(
             raise WorkerGroupError("a traceback", failures)
 
     monkeypatch.setattr("ray.train.torch.TorchTrainer", Failing)
-    monkeypatch.setattr("jobs.cluster.connect", lambda address: Cluster(False, "joined", {}))
+    monkeypatch.setattr("jobs.cluster.connect", lambda *_: Cluster(False, "joined", {}))
     request = request_from(_parser().parse_args(arguments(config_file, prompts_file, tmp_path, "--workers", "2")))
     with pytest.raises(DrafterError, match=r"^another recipe$"):
         train(request, [], [])
