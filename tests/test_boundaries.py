@@ -25,8 +25,8 @@ FORBIDDEN = {
     "jobs": {"serve"},
 }  # fmt: skip
 
-# The `graft` command stands above everything: its modules may import the serving application, jobs may not.
-COMMANDS = re.compile(r"jobs/(cli|\w+_command)\.py")
+# The `graft` command and the demonstration stand above everything: they may import the serving application, jobs may not.
+COMMANDS = re.compile(r"jobs/(cli|demo|\w+_command)\.py")
 
 # What a fresh interpreter must not hold after importing the whole library, whoever imported it. (torch and
 # transformers bring HTTP clients of their own, so those are only forbidden as import statements above.)

@@ -146,3 +146,8 @@ def test_a_bucket_that_is_not_there_is_one_sentence(bucket: str) -> None:
 def test_names_that_readers_would_take_for_something_else_are_refused(root: str) -> None:
     with pytest.raises(StoreError, match=r"is not s3://BUCKET/PREFIX"):
         TrajectoryStore(root)
+
+
+def test_rows_are_exported_to_folders_only(root: str, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is in an object store; this needs a folder"):
+        TrajectoryStore(tmp_path).export(f"{root}/rows")

@@ -460,8 +460,6 @@ def test_roots(tmp_path):
     assert TrajectoryStore("relative").path.is_absolute()
     with pytest.raises(StoreError, match=r"uses gs://, not a local path, file:// or s3://"):
         TrajectoryStore("gs://bucket/store")
-    with pytest.raises(StoreError, match="is in an object store; this needs a folder"):
-        TrajectoryStore(tmp_path).export("s3://bucket/rows")
     with pytest.raises(StoreError, match="readers would take for a pattern"):
         TrajectoryStore(tmp_path / "run[1]")
 
