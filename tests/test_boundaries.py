@@ -25,7 +25,7 @@ FORBIDDEN = {
     "jobs": {"serve"},
 }  # fmt: skip
 
-# The `graft` command and the demonstration stand above everything: they may import the serving application, jobs may not.
+# The `graft` command and the demonstration stand above everything: they may import the serving application.
 COMMANDS = re.compile(r"jobs/(cli|demo|\w+_command)\.py")
 
 # What a fresh interpreter must not hold after importing the whole library, whoever imported it. (torch and
