@@ -34,6 +34,7 @@ from torch import nn
 from graft_dist.attention import grouped_attention
 from graft_dist.errors import DrafterError
 from graft_dist.kv_cache import SlotCache
+from graft_dist.packed_linear import pack_linears
 
 if TYPE_CHECKING:
     from graft_dist.target import Target
@@ -333,6 +334,7 @@ class DFlashDrafter:
     def __init__(self, model: DFlashModel, target: Target, fingerprint: str) -> None:
         check_fits(model.config, target)
         self.model = model.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        pack_linears(self.model)
         self.config = model.config
         self.target = target
         self.fingerprint = fingerprint

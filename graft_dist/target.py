@@ -41,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 from graft_dist.attention import IMPLEMENTATION, pack_mask, transformers_attention
 from graft_dist.errors import TargetError
 from graft_dist.kv_cache import SlotCache
+from graft_dist.packed_linear import pack_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUILTIN_PREFIX = "builtin:"
@@ -303,8 +304,9 @@ def check_taps(spec: str, num_layers: int, tap_layers: Sequence[int]) -> None:
 class Target:
     """A causal language model that verifies draft trees.
 
-    The transformers model is not modified: it is handed our cache, explicit masks and positions, and an attention
-    function registered under a name of its own.
+    The transformers model computes as it always does: it is handed our cache, explicit masks and positions, and an
+    attention function registered under a name of its own. In bfloat16 on a CPU, packed linear layers take the place of
+    its own.
     """
 
     def __init__(self, spec: str, model: Any, tokenizer: Any) -> None:
@@ -321,13 +323,14 @@ class Target:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.groups: int = config.num_attention_heads // self.num_kv_heads
         self.max_position_embeddings: int = config.max_position_embeddings
+        self.fingerprint = _fingerprint(model.config, model.named_parameters(), _tokenizer_sha256(tokenizer))
+        pack_linears(model)
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._embedding = model.get_input_embeddings()
         self.vocab_size: int = self._embedding.weight.shape[0]
         self.eos_token_ids: tuple[int, ...] = _eos_token_ids(model, tokenizer)
         self.tokenizer_sha256 = _tokenizer_sha256(tokenizer)
-        self.fingerprint = _fingerprint(model.config, model.named_parameters(), self.tokenizer_sha256)
 
     @classmethod
     def load(

@@ -47,7 +47,7 @@ _CORPUS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes, all that start Ray go to the same one: two clusters would share the CPUs."""
+    """Of several test processes one takes all tests that start Ray: two clusters would fight over the CPUs."""
     for item in items:
         if item.get_closest_marker("ray") is not None:
             item.add_marker(pytest.mark.xdist_group("ray"))
