@@ -391,12 +391,16 @@ def _lookup(source: Path) -> Lookup:
 
 def main() -> int:
     paths = [Path(argument) for argument in sys.argv[1:]]
-    if not paths:
+    if not paths or any(path.name.startswith("-") for path in paths):
         print("usage: python bench/verify.py FOLDER|DOCUMENT.md ...", file=sys.stderr)
         return 2
     failed = False
     for path in paths:
-        found = document_differences(path) if path.suffix == ".md" else differences(path)
+        try:
+            found = document_differences(path) if path.suffix == ".md" else differences(path)
+        except OSError as error:
+            print(f"{error.filename} cannot be read: {error.strerror}", file=sys.stderr)
+            return 2
         failed = failed or bool(found)
         print(f"{path}: {'every number follows from the rows' if not found else f'{len(found)} differences'}")
         for line in found:
