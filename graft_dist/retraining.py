@@ -55,7 +55,7 @@ class Retraining(BaseModel):
     every_prompt: Annotated[bool, Field(description="true or false")] = False
     num_workers: Annotated[int, Field(ge=0, le=1024, description="a whole number from 0, this process, to 1024")] = 0
     gate_rank: Annotated[int, Field(ge=0, le=1024, description="a whole number from 0, no gate, to 1024")] = 0
-    steps: _Count = 1500
+    steps: _Count = 600
     min_rounds: _Count = 1000
 
     # What the challenger has to show.

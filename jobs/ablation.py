@@ -291,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="DIR", help="folder for fits, rows.jsonl and summary.md")
     add("--steps", type=count, default=600, metavar="N", help="optimizer steps of each fit at most (600)")
     add("--learning-rate", type=float, default=2e-3, help="peak learning rate (0.002)")
-    add("--weight-decay", type=float, default=1.0, help="of the matrices (1.0)")
+    add("--weight-decay", type=float, default=3.0, help="of the matrices (3.0)")
     add("--gate-rank", type=whole_number, default=32, metavar="R", help="of gated scorers; 0: none of them (32)")
     add("--max-budget", type=count, default=64, metavar="B", help="largest budget (64)")
     add("--threads", type=count, metavar="N", help="CPU threads (the configuration's, else 1)")

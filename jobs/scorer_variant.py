@@ -13,7 +13,7 @@ class ScorerVariant:
 
     name: str
     what: str  # for people
-    losses: tuple[float, float, float] = (1.0, 0.1, 0.3)  # weights of the KL, the pair and the edge term
+    losses: tuple[float, float, float] = (1.0, 0.03, 0.1)  # weights of the KL, the pair and the edge term
     every_parent: bool = False
     has_gate: bool = False
     reliance: bool = False
@@ -38,8 +38,8 @@ VARIANTS = (
     ScorerVariant(name="gated-relying", what="both", has_gate=True, reliance=True),
     ScorerVariant(name="kl", what="pair, KL alone", losses=(1.0, 0.0, 0.0)),
     ScorerVariant(name="kl-sum", what="the same weights, scores as printed", reading="sum", fitted_as="kl"),
-    ScorerVariant(name="kl+pair", what="pair, KL + 0.1 pair", losses=(1.0, 0.1, 0.0)),
-    ScorerVariant(name="kl+edge", what="pair, KL + 0.3 edges", losses=(1.0, 0.0, 0.3)),
+    ScorerVariant(name="kl+pair", what="pair, KL + 0.03 pair", losses=(1.0, 0.03, 0.0)),
+    ScorerVariant(name="kl+edge", what="pair, KL + 0.1 edges", losses=(1.0, 0.0, 0.1)),
     ScorerVariant(name="edge", what="pair, edges alone", losses=(0.0, 0.0, 1.0)),
     ScorerVariant(name="every-parent", what="pair, KL also at verified parents off the path", every_parent=True),
 )

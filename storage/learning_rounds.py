@@ -222,9 +222,10 @@ class Timed:
 
 
 def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str) -> Iterator[Timed]:
-    """Yield a drafter's timed rounds, and those without any drafter, of the busiest hardware: the most telling first.
+    """Yield a drafter's timed rounds, and those without any drafter, of one hardware: the most telling first.
 
-    Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of the latter choose
+    It is the hardware on which most rounds were alone in their batch: the tail of a batched run is not what somebody
+    timed on purpose. Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of the latter choose
     a token at every node, decoding only on the path), and then the busiest. The first drafted round of a sequence is
     left out: the drafter reads the prompt in it. So is a drafted round of 0 nodes, which paid for a draft it did not
     use.
@@ -235,7 +236,8 @@ def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str, drafter_fin
                FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
                WHERE rounds.target = ? AND kind = 'decoded' AND coalesce(drafter_fingerprint = ?, true)
            ), busiest AS (
-               SELECT hardware FROM timed WHERE is_drafted GROUP BY hardware ORDER BY count(*) DESC, hardware LIMIT 1
+               SELECT hardware FROM timed WHERE is_drafted GROUP BY hardware
+               ORDER BY count(*) FILTER (WHERE batch_size = 1) DESC, count(*) DESC, hardware LIMIT 1
            )
            SELECT hardware, batch_size, is_sampled FROM timed SEMI JOIN busiest USING (hardware)
            GROUP BY hardware, batch_size, is_sampled
