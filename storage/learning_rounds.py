@@ -225,10 +225,10 @@ def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str, drafter_fin
     """Yield a drafter's timed rounds, and those without any drafter, of one hardware: the most telling first.
 
     It is the hardware on which most rounds were alone in their batch: the tail of a batched run is not what somebody
-    timed on purpose. Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of the latter choose
-    a token at every node, decoding only on the path), and then the busiest. The first drafted round of a sequence is
-    left out: the drafter reads the prompt in it. So is a drafted round of 0 nodes, which paid for a draft it did not
-    use.
+    timed on purpose. Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of
+    the latter choose a token at every node, decoding only on the path), and then the busiest. The first drafted round
+    of a sequence is left out: the drafter reads the prompt in it. So is a drafted round of 0 nodes, which paid for a
+    draft it did not use.
     """
     groups = connection.execute(
         """WITH timed AS (
