@@ -31,7 +31,9 @@ PEERS = (TRANSFORMERS, LOOKUP, DFLASH)
 LOOKUP_TOKENS = 10
 """Tokens that prompt lookup proposes at most: what transformers' own class does when nobody says otherwise."""
 FIXED_BUDGETS = {BASELINE: 0, TRANSFORMERS: 0, LOOKUP: LOOKUP_TOKENS}
-ADAPTIVE_METHODS = ("caddtree", "graft")
+ORACLE = "oracle"
+"""The learned policy's trees with budgets that know the answer (`oracle.py`): a bound, not a method."""
+ADAPTIVE_METHODS = ("caddtree", "graft", ORACLE)
 """Methods that choose each round's budget themselves; their arm's budget is the most that a tree may get."""
 CADDTREE_CAP = 256
 """High enough that the rule decides and not the cap: with a low cap it never acts."""
@@ -148,6 +150,7 @@ def expand_arms(
     if not budgets or min(budgets) < 1:
         raise PolicyError(f"budgets are {list(budgets)}, allowed is a list of whole numbers from 1")
     alone = {**FIXED_BUDGETS, "chain": draft_depth, DFLASH: draft_depth, "caddtree": CADDTREE_CAP, **(caps or {})}
+    alone[ORACLE] = alone.get("graft", CADDTREE_CAP)
     arms = [Arm(method, budget) for method in methods for budget in ([alone[method]] if method in alone else budgets)]
     return list(dict.fromkeys(arms))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from graft_dist.bench import DFLASH
+from graft_dist.bench import DFLASH, ORACLE
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import DFlashDrafter, checkpoint_folder
 from graft_dist.engine import Engine
@@ -43,7 +43,7 @@ def load_decoder(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDra
 
 def needs_drafter(*methods: str) -> bool:
     """Whether any of the methods drafts."""
-    return any(method in (*ALL_METHODS, DFLASH) and method not in UNDRAFTED_METHODS for method in methods)
+    return any(method in (*ALL_METHODS, DFLASH, ORACLE) and method not in UNDRAFTED_METHODS for method in methods)
 
 
 def new_engine(  # noqa: PLR0913 - the engine's own switches, with the configuration's limits

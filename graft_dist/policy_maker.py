@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
-from graft_dist.budget import FixedBudget
+from graft_dist.budget import FixedBudget, UtilityBudget
 from graft_dist.cost_curve import CostCurve
 from graft_dist.cost_probe import measure_cost
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.edge_scorer import EdgeScorer
 from graft_dist.errors import PolicyError
+from graft_dist.oracle import KnownAnswer
 from graft_dist.policy import COSTED_METHODS, LEARNED_METHODS, DecodingPolicy, GraftPolicy, policy_for
 from graft_dist.target import Target
 
@@ -70,6 +71,12 @@ class PolicyMaker:
             learned = replace(learned, max_budget=budget)
         cost = None if learned.kind == "fixed" else self.cost
         return DecodingPolicy(method, self._scorer, learned.budget_policy(cost), learned.num_candidates)
+
+    def oracle(self, answer: KnownAnswer, budget: int) -> DecodingPolicy:
+        """The learned policy's trees of at most `budget` nodes, with budgets that know the answer. Raises as `make`."""
+        learned = self._known_policy("oracle")
+        chosen = UtilityBudget(answer, self.cost, budget, "price")
+        return DecodingPolicy("oracle", self._scorer, chosen, learned.num_candidates)
 
     @cached_property
     def cost(self) -> CostCurve:

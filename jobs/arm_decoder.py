@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from graft_dist.bench import BASELINE, PEERS, Arm
+from graft_dist.bench import BASELINE, ORACLE, PEERS, Arm
 from graft_dist.config import TargetConfig
 from graft_dist.decoder import new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.generate import Answer, Request, answer_all, failed_answer
+from graft_dist.oracle import KnownAnswer
 from graft_dist.peer import assistance
 from graft_dist.policy import DecodingPolicy, plain
 from graft_dist.policy_maker import PolicyMaker
@@ -18,11 +19,14 @@ from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 
 
+_PLAIN = Arm(BASELINE, 0)
+
+
 class ArmDecoder:
     """One engine whose policy is swapped between the arms that draft, `batch` prompts at a time.
 
     Plain decoding has an engine without a drafter, so that the baseline does not pay for taps that nobody reads.
-    transformers' own methods have a model of their own, and take one prompt at a time.
+    transformers' own methods have a model of their own; they and the oracle take one prompt at a time.
     """
 
     def __init__(
@@ -41,7 +45,11 @@ class ArmDecoder:
         self._params = params
         self._engine = new_engine(config, target, drafter, plain(), max_slots=batch, max_budget=largest)
         self._plain_engine = new_engine(config, target, None, plain(), max_slots=batch)
-        self._policies = {arm: policy_of(arm, maker) for arm in own}
+        self._known = KnownAnswer()
+        self._policies = {
+            arm: maker.oracle(self._known, arm.budget) if arm.method == ORACLE else policy_of(arm, maker) for arm in own
+        }
+        self._plain: Answer | None = None  # the last one, from which the oracle knows what follows
         self._peers = {arm.method: assistance(arm.method, drafter) for arm in arms if arm.method in PEERS}
         self._reference = Reference.load(config, target, params) if self._peers else None
 
@@ -54,7 +62,14 @@ class ArmDecoder:
                     request, f"a prompt of {len(request.token_ids)} tokens leaves no room for an answer"
                 )
             return self._reference.answer(request, min(self._params.max_new_tokens, room), self._peers[arm.method])
-        return self._decode(arm, [request])[0]
+        if arm.method == ORACLE:
+            if self._plain is None or self._plain.request is not request:
+                self._plain = self._decode(_PLAIN, [request])[0]
+            self._known.tell([*request.token_ids, *self._plain.token_ids])
+        answer = self._decode(arm, [request])[0]
+        if arm.method == BASELINE:
+            self._plain = answer
+        return answer
 
     def answer_together(self, arm: Arm, requests: Sequence[Request]) -> tuple[list[Answer], float]:
         """Answer prompts side by side; the answers in the prompts' order, and the seconds that all of it took."""

@@ -14,6 +14,7 @@ import torch
 
 from graft_dist.bench import (
     ALL_TASKS,
+    ORACLE,
     PEERS,
     Arm,
     Decoder,
@@ -85,7 +86,7 @@ def run_bench(  # noqa: PLR0913 - each argument is one option of the command
 
 def _cost_of(maker: PolicyMaker, methods: Sequence[str]) -> dict[str, Any]:
     """The cost curve that budgets were chosen with, for people; measured here if need be, before anything is timed."""
-    is_needed = any(method in (*COSTED_METHODS, "graft") for method in methods)
+    is_needed = any(method in (*COSTED_METHODS, "graft", ORACLE) for method in methods)
     return {"cost": asdict(maker.cost)} if is_needed else {}
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from graft_dist.bench import BASELINE, PEERS
+from graft_dist.bench import BASELINE, ORACLE, PEERS
 from graft_dist.errors import ConfigError, PromptError
 from graft_dist.policy import ALL_METHODS
 from graft_dist.prompt_source import PromptSource
@@ -67,9 +67,10 @@ class BenchPlan(BaseModel):
 
     @model_validator(mode="after")
     def _check_methods(self) -> BenchPlan:
-        unknown = [method for method in self.methods if method not in (*ALL_METHODS, *PEERS)]
+        allowed = (*ALL_METHODS, ORACLE, *PEERS)
+        unknown = [method for method in self.methods if method not in allowed]
         if unknown:
-            raise ValueError(f"unknown method {unknown[0]!r}, allowed are {', '.join((*ALL_METHODS, *PEERS))}")
+            raise ValueError(f"unknown method {unknown[0]!r}, allowed are {', '.join(allowed)}")
         if BASELINE not in self.methods:
             raise ValueError(f"speed is compared with plain decoding: add {BASELINE} to the methods")
         return self
@@ -81,7 +82,10 @@ class BenchPlan(BaseModel):
 
     def methods_of(self, cell: Cell) -> list[str]:
         """The methods that can take part in a cell."""
-        return [method for method in self.methods if cell.is_alone_and_greedy or method not in PEERS]
+        left_out = [] if cell.is_alone_and_greedy else [*PEERS]
+        if cell.batch > 1:
+            left_out.append(ORACLE)  # it reads one answer
+        return [method for method in self.methods if method not in left_out]
 
 
 def read_plan(path: Path) -> BenchPlan:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from graft_dist.bench import Arm, Measurement, arms_for, rotated, to_group_measurement, to_measurement
+from graft_dist.bench import ORACLE, Arm, Measurement, arms_for, rotated, to_group_measurement, to_measurement
 from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_decoder
 from graft_dist.drafter import DFlashDrafter
@@ -44,7 +44,7 @@ class BenchWorker:
     def describe(self) -> dict[str, Any]:
         """What rows have to share to stand in one table, and beside it, under "machine" and "cost", what people ask."""
         target, drafter = self._models
-        is_costed = any(method in (*COSTED_METHODS, *LEARNED_METHODS) for method in self._plan.methods)
+        is_costed = any(method in (*COSTED_METHODS, *LEARNED_METHODS, ORACLE) for method in self._plan.methods)
         return {
             "target_fingerprint": target.fingerprint,
             "drafter_fingerprint": drafter.fingerprint if drafter else None,

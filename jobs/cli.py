@@ -293,7 +293,7 @@ def bench(
 ) -> None:
     """Measure methods against plain decoding, prompt by prompt in turns, and write rows and a summary."""
     settings = _read_config(config, dtype, device, drafter)
-    names = _methods(methods, extra=("hf", "hf-lookup", "hf-dflash"))
+    names = _methods(methods, extra=("oracle", "hf", "hf-lookup", "hf-dflash"))
     chosen = _budgets(budgets, [budget for budget in settings.budgets if budget > 0])
     found = _read_prompts(prompts, limit)
     params = _sampling(

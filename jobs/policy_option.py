@@ -9,6 +9,7 @@ from pathlib import Path
 from graft_dist.config import TargetConfig
 from graft_dist.cost_curve import CostCurve, read_cost_curve
 from graft_dist.errors import PolicyError
+from graft_dist.bench import ORACLE
 from graft_dist.policy import LEARNED_METHODS, GraftPolicy, shipped_policy
 
 
@@ -37,7 +38,7 @@ def read_learned(policy: str | None, cost: Path | None, methods: Sequence[str], 
         PolicyError: one sentence, for a policy or file that is missing or broken.
     """
     curve = None if cost is None else read_cost_curve(cost)
-    asked = [method for method in methods if method in LEARNED_METHODS]
+    asked = [method for method in methods if method in (*LEARNED_METHODS, ORACLE)]
     if policy is None and not asked:
         return Learned(None, curve)
     return Learned(read_policy(policy, asked[0] if asked else "graft", config), curve)
