@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError, GraftError
 from serve.serve_args import PolicyPin, UserConfig
@@ -37,9 +39,9 @@ class ServedApplication:
     message: str  # Serve's reason, where it gives one
     route_prefix: str | None
     target_config: str  # the target's YAML file, as its args name it
-    policy: PolicyPin | None
+    policy: PolicyPin | None  # None also where its user_config cannot be read: replicas refuse that
     num_running: int  # replicas that serve
-    pids: tuple[int, ...]  # their processes, each on its own node
+    pids: tuple[int, ...]  # of these and of those that take another user_config in; each on its own node
 
     def serves(self, slug: str) -> bool:
         """Whether it serves the target of that name. An unreadable configuration counts as another target."""
@@ -157,17 +159,27 @@ def _application(name: str, entry: Mapping[str, Any]) -> ServedApplication:
     deployment = entry.get("deployments", {}).get(DEPLOYMENT, {})
     replicas = deployment.get("replicas", [])
     config = _config_of(entry)
-    wanted = (deployment.get("deployment_config") or {}).get("user_config")
     return ServedApplication(
         name=name,
         status=entry.get("status", "NOT_STARTED"),
         message=entry.get("message", ""),
         route_prefix=entry.get("route_prefix"),
         target_config=str((config.get("args") or {}).get("config", "")),
-        policy=UserConfig.model_validate(wanted or {}).policy,
+        policy=_policy((deployment.get("deployment_config") or {}).get("user_config")),
         num_running=sum(replica.get("state") == "RUNNING" for replica in replicas),
-        pids=tuple(replica["pid"] for replica in replicas if replica.get("state") == "RUNNING" and replica.get("pid")),
+        pids=tuple(
+            replica["pid"]
+            for replica in replicas
+            if replica.get("state") in ("RUNNING", "UPDATING") and replica.get("pid")
+        ),
     )
+
+
+def _policy(user_config: Any) -> PolicyPin | None:
+    try:
+        return UserConfig.model_validate(user_config or {}).policy
+    except ValidationError:
+        return None
 
 
 def _config_of(entry: Mapping[str, Any]) -> dict[str, Any]:

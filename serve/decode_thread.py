@@ -1,7 +1,7 @@
 """`DecodeThread`: one engine on a thread of its own, fed from an event loop without ever blocking it.
 
-Owns the round loop, the queue limit, cancellation, draining, the swap of policies between two rounds, and what happens
-when something fails. Knows asyncio, but neither HTTP nor Ray.
+Owns the round loop, the queue limit, cancellation, the swap of policies between two rounds, and what happens when
+something fails. Knows asyncio, but neither HTTP nor Ray.
 
     event loop                                  decode thread
     submit() -> RequestStream  -- commands -->  engine.add, engine.abort, another policy
@@ -151,7 +151,7 @@ class DecodeThread:
         self._numbers = itertools.count()
         self._beat = time.monotonic()
         self._failure: BaseException | None = None
-        self._is_draining = False
+        self._is_stopping = False
         self._rest = 0  # rounds without a draft that the next failure costs, half of it
         self._rest_left = 0
         self.num_draft_failures = 0
@@ -188,11 +188,6 @@ class DecodeThread:
         return self._num_sequences
 
     @property
-    def is_draining(self) -> bool:
-        """Whether new requests are refused."""
-        return self._is_draining
-
-    @property
     def is_resting(self) -> bool:
         """Whether rounds go without a draft because drafting failed."""
         return self._rest_left > 0
@@ -202,7 +197,7 @@ class DecodeThread:
         return f"{request_id}-{next(self._numbers)}"
 
     def submit(self, submissions: Sequence[Submission]) -> RequestStream:
-        """Queue a request's sequences, all or none. Raises `ApiError` when the queue is full or this replica drains.
+        """Queue a request's sequences, all or none. Raises `ApiError` when the queue is full or this replica ends.
 
         A sequence that the engine refuses (too long, ids outside the vocabulary) shows as an `ApiError` in the stream.
         """
@@ -239,10 +234,6 @@ class DecodeThread:
         finally:
             waiting.cancel()
 
-    def drain(self) -> None:
-        """Refuse new requests from now on; those that run go on."""
-        self._is_draining = True
-
     def check(self) -> None:
         """Raise RuntimeError when the loop is dead, or has not come round for too long."""
         if self._failure is not None:
@@ -255,13 +246,13 @@ class DecodeThread:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; requests that still run get an error. From any thread."""
-        self._is_draining = True
+        self._is_stopping = True
         self._commands.put(None)
         self._thread.join(timeout_s)
 
     def refuse_new(self, count: int) -> None:
         """Raise the `ApiError` that `submit` would for so many sequences: to be asked before they are worked on."""
-        if self._is_draining:
+        if self._is_stopping:
             raise errors.draining(self._retry_after_s)
         if self._failure is not None:
             raise errors.internal("this replica has failed and is being replaced; try again", self._retry_after_s)

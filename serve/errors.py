@@ -85,7 +85,7 @@ def busy(num_sequences: int, limit: int, retry_after_s: int) -> ApiError:
 
 
 def draining(retry_after_s: int) -> ApiError:
-    """503: this replica finishes what it has and takes nothing new."""
+    """503: this replica ends, and with it what it has not finished."""
     return ApiError(
         503,
         "this replica is shutting down and takes no new requests; try again",

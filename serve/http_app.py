@@ -48,13 +48,15 @@ def create_app(service: Service) -> FastAPI:
 def _v1(service: Service, keys: ApiKeys) -> APIRouter:
     """The OpenAI-compatible part: the only one that asks for a key."""
     router = APIRouter(prefix="/v1")
-    card = {
-        "id": service.model,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "graft-dist",
-        "graft": {"methods": list(service.args.methods)},  # what a request's graft.method may be
-    }
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": service.model,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "graft-dist",
+            "graft": {"methods": list(service.decode.active.methods)},  # what a request's graft.method may be now
+        }
 
     @router.post("/chat/completions")
     async def chat(request: Request) -> Response:
@@ -67,14 +69,14 @@ def _v1(service: Service, keys: ApiKeys) -> APIRouter:
     @router.get("/models")
     async def models(request: Request) -> Response:
         keys.check(request.headers.get("authorization"))
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse({"object": "list", "data": [card()]})
 
     @router.get("/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
         keys.check(request.headers.get("authorization"))
         if name != service.model:
             raise errors.unknown_model(name, service.model)
-        return JSONResponse(card)
+        return JSONResponse(card())
 
     return router
 

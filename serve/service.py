@@ -6,6 +6,7 @@ Knows neither HTTP nor Ray: `http_app.py` puts routes in front of it, `replica.p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 import logging
@@ -13,7 +14,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from graft_dist.config import TargetConfig, is_folder_spec
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
-from graft_dist.errors import GraftError
+from graft_dist.errors import GraftError, PolicyError
 from graft_dist.hardware import describe_hardware
 from graft_dist.policy import plain
 from graft_dist.software import describe_software
@@ -41,6 +42,8 @@ from serve.round_view import Pieces, RoundViewer
 from serve.serve_args import AliasPolling, PolicyPin, RegistryPin, ServeArgs, TrafficRecording, UserConfig
 from serve.traffic_recorder import TrafficRecorder
 from storage import Provenance
+
+_RETRY_S = 30.0  # after which a policy is asked for again that could not be had
 
 logger = logging.getLogger("ray.serve")
 
@@ -100,6 +103,7 @@ class Service:
         self.refiner = CostRefiner(lambda: self.decode.active.policy)
         self.decode.observe(self.refiner)
         self._poller: asyncio.Task[None] | None = None
+        self._retrier: asyncio.Task[None] | None = None
         self._recorder: TrafficRecorder | None = None
         if args.record_traffic is not None:
             self._recorder = self._make_recorder(args.record_traffic)
@@ -197,34 +201,61 @@ class Service:
     async def reconfigure(self, wanted: UserConfig) -> None:
         """Put the pinned policy in force between two rounds. One that does not fit is refused: the old one stays.
 
+        So does one that cannot be had, such as a registered version while the registry is away; it is asked for again
+        and again, until it is there or another one is wanted.
+
         The first call, before the first request, also measures what rounds cost and bring here, whatever is pinned: a
         policy that comes later may need it, and nothing but rounds may hold up the streams by then.
 
         Raises only when nothing is in force yet and none can be made: Serve ends a replica whose `reconfigure` raises,
         with all its requests.
         """
-        pin = wanted.policy
-        async with self._reconfiguring:
+        async with self._changing_policy():
             await self._measure()
-            try:
-                active = await self._load(pin)
-            except Exception as error:
-                if pin is None and not self._has_policy:
-                    raise
-                if not isinstance(error, GraftError | OSError | ValueError):
-                    logger.exception("loading a policy failed")
-                version = None if pin is None or pin.registry is None else pin.registry.version
-                await self._refuse(Refusal("none" if pin is None else pin.describe(), _one_line(error), version))
-                return
-            await self._put_in_force(active)
-            self.refusal = None
-        self._tell_policy()
+            if not await self._adopt(wanted.policy):
+                self._retrier = asyncio.get_running_loop().create_task(self._retry(wanted.policy))
+
+    @contextlib.asynccontextmanager
+    async def _changing_policy(self) -> AsyncIterator[None]:
+        """Alone with the policy; whatever was asked for before is not asked for again."""
+        self._stop_retrying()  # which would hold the lock while a registry does not answer
+        async with self._reconfiguring:
+            self._stop_retrying()  # of somebody who had the lock until now
+            yield
+
+    async def _adopt(self, pin: PolicyPin | None) -> bool:
+        """Put a policy in force, or refuse it. False: it could not be had, and another time it may be."""
+        try:
+            active = await self._load(pin)
+        except Exception as error:
+            if pin is None and not self._has_policy:
+                raise
+            if not isinstance(error, GraftError | OSError | ValueError):
+                logger.exception("loading a policy failed")
+            version = None if pin is None or pin.registry is None else pin.registry.version
+            await self._refuse(Refusal("none" if pin is None else pin.describe(), _one_line(error), version))
+            return isinstance(error, PolicyError)
+        await self._put_in_force(active)
+        self._accept()
+        return True
+
+    async def _retry(self, pin: PolicyPin | None) -> None:
+        is_settled = False
+        while not is_settled:
+            await asyncio.sleep(_RETRY_S)
+            async with self._reconfiguring:
+                is_settled = await self._adopt(pin)
+
+    def _stop_retrying(self) -> None:
+        if self._retrier is not None:
+            self._retrier.cancel()
+            self._retrier = None
 
     async def refuse_config(self, error: ValueError) -> None:
         """Refuse a user_config that cannot be read: the policy in force stays. Raises the error if there is none."""
         if not self._has_policy:
             raise error
-        async with self._reconfiguring:
+        async with self._changing_policy():
             await self._refuse(Refusal("user_config", _one_line(error)))
 
     def follow_champion(self) -> None:
@@ -247,9 +278,14 @@ class Service:
             logger.warning("the registry does not say who is champion: %s", _one_line(error))
             return
         refused = None if self.refusal is None else self.refusal.version
-        if version is not None and version not in (self.decode.active.version, refused):
+        if version is None or version == refused:
+            return
+        if version != self.decode.active.version:
             pin = PolicyPin(registry=RegistryPin(version=version, tracking_uri=tracking_uri))
             await self.reconfigure(UserConfig(policy=pin))
+        elif refused is not None:  # the champion that was refused is none any more
+            self._stop_retrying()
+            self._accept()
 
     async def _load(self, pin: PolicyPin | None) -> ActivePolicy:
         assert self._probe is not None
@@ -262,8 +298,14 @@ class Service:
     async def _refuse(self, refusal: Refusal) -> None:
         if not self._has_policy:
             await self._put_in_force(await self._load(None))
-        self.refusal = refusal
-        logger.warning("policy %s is refused, %s stays: %s", refusal.name, self.decode.active.label, refusal.reason)
+        if refusal != self.refusal:  # said once, however often it is asked for again
+            self.refusal = refusal
+            logger.warning("policy %s is refused, %s stays: %s", refusal.name, self.decode.active.label, refusal.reason)
+            self._tell_policy()
+
+    def _accept(self) -> None:
+        """What is in force is what was asked for."""
+        self.refusal = None
         self._tell_policy()
 
     async def _put_in_force(self, active: ActivePolicy) -> None:
@@ -301,7 +343,7 @@ class Service:
         self._tell("requested", report)
 
     def health(self) -> dict[str, Any]:
-        """What /healthz shows; `status` is "ok", "degraded" (drafting failed), "draining" or "failed"."""
+        """What /healthz shows; `status` is "ok", "degraded" (drafting failed) or "failed"."""
         active = self.decode.active
         status, problem = "ok", None
         try:
@@ -309,9 +351,7 @@ class Service:
         except RuntimeError as error:
             status, problem = "failed", str(error)
         else:
-            if self.decode.is_draining:
-                status = "draining"
-            elif self.decode.is_resting:
+            if self.decode.is_resting:
                 status, problem = "degraded", "drafting failed: decoding without a draft for a while"
         refused = None
         if self.refusal is not None:

@@ -35,19 +35,27 @@ class Dashboard:
 
     def __init__(self, **pids: int) -> None:
         self.pids = pids
+        self.state = "RUNNING"
+        self.user_config: dict[str, Any] = {}
         self.put: list[dict[str, Any]] = []
 
     async def answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if body:
             self.put.append(body)
         replicas = {
-            name: [{"state": "RUNNING", "pid": pid}, {"state": "STARTING", "pid": None}, {"state": "RUNNING", "pid": 0}]
+            name: [
+                {"state": self.state, "pid": pid},
+                {"state": "STARTING", "pid": None},
+                {"state": "RUNNING", "pid": 0},
+            ]
             for name, pid in self.pids.items()
         }
         applications = {
             name: {
                 "deployed_app_config": {"name": name, "import_path": IMPORT_PATH, "args": {"config": "tiny"}},
-                "deployments": {"Decoder": {"replicas": own}},
+                "deployments": {
+                    "Decoder": {"replicas": own, "deployment_config": {"user_config": self.user_config}},
+                },
             }
             for name, own in replicas.items()
         }
@@ -59,6 +67,8 @@ def test_the_only_application_is_taken_hold_of() -> None:
     with serving(dashboard.answer) as server:
         control = application_control(server.url, None, parse_policies("none,/policies/a", None))
         assert control.pids() == [os.getpid()]
+        dashboard.state = "UPDATING"  # it takes a policy in, and is the same process
+        assert control.pids() == [os.getpid()]
         assert control.swap is not None
         # It runs without a saved policy: so that each swap changes something, that one is not the first.
         assert [control.swap(), control.swap(), control.swap()] == ["/policies/a", "none", "/policies/a"]
@@ -67,6 +77,13 @@ def test_the_only_application_is_taken_hold_of() -> None:
             control.pids()
     told = [put["applications"][0]["deployments"][0]["user_config"]["policy"] for put in dashboard.put]
     assert [policy and policy["folder"] for policy in told] == ["/policies/a", None, "/policies/a"]
+
+
+def test_a_policy_that_cannot_be_read_does_not_hide_its_application() -> None:
+    dashboard = Dashboard(tiny=os.getpid())
+    dashboard.user_config = {"policy": {"fodler": "x"}}
+    with serving(dashboard.answer) as server:
+        assert application_control(server.url, None, []).pids() == [os.getpid()]
 
 
 def test_several_applications_have_to_be_told_apart_and_nothing_is_swapped_unasked() -> None:

@@ -189,19 +189,28 @@ def test_a_request_that_the_engine_refuses_leaves_nothing_behind(make: Callable[
     asyncio.run(run())
 
 
-def test_draining_refuses_new_requests_and_finishes_the_others(make: Callable[..., Bench]) -> None:
+def test_stopping_refuses_new_requests_and_tells_the_others(
+    make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = make()
+    step, is_stopped = bench.engine.step, threading.Event()
+
+    def waiting() -> Any:
+        assert is_stopped.wait(30)
+        return step()
+
+    monkeypatch.setattr(bench.engine, "step", waiting)
 
     async def run() -> None:
-        stream = bench.submit(max_new_tokens=100)
-        bench.thread.drain()
-        with pytest.raises(ApiError) as caught:
-            bench.submit()
-        assert caught.value.status == 503 and "Retry-After" in caught.value.headers()
-        assert await read(stream) == recite(100)
+        stream = bench.submit(max_new_tokens=200)
+        bench.thread.stop(timeout_s=0.0)
+        is_stopped.set()
+        for refused in (bench.submit, lambda: read(stream)):
+            with pytest.raises(ApiError) as caught:
+                await refused()
+            assert caught.value.status == 503 and "Retry-After" in caught.value.headers()
 
     asyncio.run(run())
-    bench.thread.check()
 
 
 # ---- leaving

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from graft_dist.budget import AcceptanceGain, UtilityBudget
 from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
+from graft_dist.errors import RegistryError
 from graft_dist.hardware import describe_hardware
 from graft_dist.policy import DecodingPolicy
 from graft_dist.target import Target
@@ -62,8 +64,13 @@ def ask(running: Running, num_tokens: int = 30, **graft: Any) -> Any:
 def test_a_saved_policy_decodes_and_a_wrong_one_is_refused(
     running: Running, reciting_target: Target, tmp_path: Path
 ) -> None:
+    def methods() -> list[str]:
+        return running.client().models.retrieve(MODEL).model_dump()["graft"]["methods"]
+
     good = saved(reciting_target, tmp_path / "good")
+    assert methods() == ["plain"]  # there is nothing learned yet
     reconfigure(running, good)
+    assert methods() == ["plain", "graft"]
     answer = ask(running, method="graft")
     fingerprint = running.service.decode.active.fingerprint
     assert answer["metrics"]["graft"]["policy_fingerprint"] == fingerprint
@@ -150,6 +157,59 @@ def test_whatever_goes_wrong_with_a_policy_the_old_one_decodes(
     del replica._service  # its end is not the service's
 
 
+@pytest.fixture
+def num_asked(running: Running, monkeypatch: pytest.MonkeyPatch) -> Counter[str | None]:
+    """How often each policy was asked for; the one named `away` can be had at the third time."""
+    counts: Counter[str | None] = Counter()
+    read = running.service._source.read
+
+    def counting(pin: PolicyPin) -> Any:
+        counts[pin.folder] += 1
+        if str(pin.folder).endswith("away") and counts[pin.folder] < 3:
+            raise RegistryError("the registry is away")
+        return read(pin)
+
+    monkeypatch.setattr(running.service._source, "read", counting)
+    monkeypatch.setattr(service_module, "_RETRY_S", 0.0)
+    return counts
+
+
+def test_a_policy_that_cannot_be_had_is_asked_for_again(
+    running: Running, reciting_target: Target, tmp_path: Path, num_asked: Counter[str | None]
+) -> None:
+    away = saved(reciting_target, tmp_path / "away")
+
+    async def run() -> None:
+        await running.service.reconfigure(UserConfig(policy=away))
+        assert running.service.health()["refused_policy"]["reason"] == "the registry is away"
+        async with asyncio.timeout(30):
+            while running.service.refusal is not None:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+    label = f"folder-{running.service.decode.active.fingerprint[:8]}"
+    assert running.reports.policies == [("ddtree", "the registry is away"), (label, None)]  # each thing is said once
+    assert num_asked == {away.folder: 3}
+
+
+def test_another_policy_ends_the_asking(
+    running: Running, reciting_target: Target, tmp_path: Path, num_asked: Counter[str | None]
+) -> None:
+    away, good = saved(reciting_target, tmp_path / "away"), saved(reciting_target, tmp_path / "good", max_budget=4)
+    wrong = saved(reciting_target, tmp_path / "wrong", target_fingerprint="f" * 64)
+
+    async def run() -> None:
+        wanted = [UserConfig(policy=pin) for pin in (away, good)]
+        await asyncio.gather(*(running.service.reconfigure(each) for each in wanted))  # in turn, one right on the other
+        await running.service.reconfigure(UserConfig(policy=wrong))
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
+    assert num_asked == {away.folder: 1, good.folder: 1, wrong.folder: 1}  # one that does not fit never will
+    assert [refused is None for _, refused in running.reports.policies] == [False, True, False]
+
+
 def test_an_observer_of_requests_that_fails_harms_no_request(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(report: Any) -> None:
         raise OSError("no room")
@@ -176,6 +236,14 @@ def test_the_registrys_champion_is_followed(running: Running, reciting_target: T
     registry.promote(slug, numbers[1])
     asyncio.run(service.look_for_champion(uri))
     assert service.decode.active.version == numbers[1]
+
+    wrong = saved(reciting_target, tmp_path / "wrong", target_fingerprint="f" * 64)
+    registry.promote(slug, registry.register(Path(str(wrong.folder)), slug, {"mat": 4.0}))
+    asyncio.run(service.look_for_champion(uri))
+    assert service.refusal is not None and service.decode.active.version == numbers[1]
+    registry.rollback(slug)
+    asyncio.run(service.look_for_champion(uri))
+    assert service.refusal is None and running.reports.policies[-1] == (f"v{numbers[1]}", None)
 
 
 def test_a_registry_that_is_away_changes_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
