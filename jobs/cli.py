@@ -351,8 +351,9 @@ def bench_serve(
     ] = "",
     swap_every: Annotated[float, typer.Option(min=0.1, help="Soak: seconds between two swaps.")] = 60.0,
     sample_every: Annotated[
-        float, typer.Option(min=0.01, help="Soak: seconds between two looks at the replicas.")
-    ] = 5.0,
+        float | None,
+        typer.Option(min=0.01, help="Soak: seconds between two looks at the replicas; default: 5, or 60 looks."),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(help="Soak: the server's target, decoded here: answers are compared with plain decoding's."),
@@ -403,7 +404,8 @@ def bench_serve(
         seed=seed,
         leave_share=leave_share,
         swap_every_s=swap_every,
-        sample_every_s=sample_every,
+        # Sixty looks of a short run: fewer than twenty after warming up could not be judged.
+        sample_every_s=min(5.0, max(1.0, soak)) if sample_every is None else sample_every,
         tolerates_ties=tolerate_ties,
     )
     raise typer.Exit(run_soak(server, soak_plan, found, control, out, auditor))

@@ -43,6 +43,7 @@ class OfflineAnswers:
         if self._target.tokenizer is None:
             raise GraftError(f"{config.target} has no tokenizer, so there is no text to compare")
         self.name = f"plain decoding in {self._target.dtype_name}, offline"
+        self._expected: dict[tuple[str, int], list[int]] = {}  # transformers' own answers, by question and choice
 
     def check(self, system_fingerprint: str) -> None:
         """Raise `GraftError` if the server decodes another target."""
@@ -116,7 +117,10 @@ class OfflineAnswers:
             request = Request(question.name, "", each.prompt_token_ids)
             answer = Answer(request, ids, text, "stop" if is_at_end else "length", None, [], 0, 0.0, 0.0)
             reference = Reference(self._model, each.params, self._target.eos_token_ids)
-            differences += compare(reference, answer, limit, TieRule(self._target.dtype))
+            key = (question.name, choice)
+            if key not in self._expected:
+                self._expected[key] = reference.generate(each.prompt_token_ids, [], each.params.max_new_tokens)
+            differences += compare(reference, answer, limit, TieRule(self._target.dtype), self._expected[key][:limit])
         return Judgement(tuple(differences), tuple(faults))
 
     @cached_property

@@ -8,8 +8,11 @@ else is a problem. Without one, the reference is the server's own answer before 
 
     requests.jsonl  one row per request
     samples.jsonl   memory and open files of the replicas over time
+    others.jsonl    each answer that was not the reference, once, and how often it came
     soak.json       counts, growth, problems; soak.md says the same in words
     run.json        settings, server, machine, versions, commit, command
+
+Judging may take long; all that the run saw is written before it.
 
 A request is lost if it gets neither its whole answer nor, for a server that is full, the advice to come back, which it
 follows. Problems (a lost request, another answer, a swap that failed, a replica that died, growth) end the run with 1.
@@ -95,6 +98,15 @@ class Told:
     @classmethod
     def by(cls, reply: Reply) -> Told:
         return cls(reply.texts, reply.finish_reasons, reply.num_tokens, reply.token_ids)
+
+
+@dataclass(frozen=True)
+class OtherAnswer:
+    """An answer that is not the reference: a line of `others.jsonl`."""
+
+    question: str
+    number: int  # how often it came
+    answer: Told
 
 
 @dataclass(frozen=True)
@@ -203,9 +215,10 @@ async def _soak(
         try:
             await soak.run()
         finally:  # also after Ctrl-C: what was seen until then
-            report = soak.report()
             write_aside(out / "requests.jsonl", _to_lines(soak.rows))
             write_aside(out / "samples.jsonl", _to_lines(soak.samples))
+            write_aside(out / "others.jsonl", _to_lines(soak.others()))
+            report = soak.report()
             write_aside(out / "soak.json", to_json(asdict(report)))
             write_aside(out / "soak.md", render_report(report, plan))
             print(render_report(report, plan), end="")
@@ -261,7 +274,7 @@ class _Soak:
         self.swaps: list[dict[str, Any]] = []
         self.problems: list[str] = []
         self._references: dict[str, Told] = {}
-        self._others: Counter[tuple[str, Told]] = Counter()  # answers that are not the reference, for the auditor
+        self._others: Counter[tuple[str, Told]] = Counter()  # answers that are not the reference
         self._typical_s = 1.0  # of a whole answer, for clients that leave before it
         self._num_asked = self._num_rejections = 0
         self._draw = random.Random(plan.seed)
@@ -275,7 +288,7 @@ class _Soak:
         Raises `GraftError` if one is not answered, or the auditor knows another target.
         """
         if self.auditor is not None:
-            self.auditor.check(await self._fingerprint())
+            self.auditor.check(await self._known_fingerprint())
             self._references = self.auditor.answers(self.questions)
         for question in self.questions:
             reply, _ = await self._ask(Ask(question.kind, question.body))
@@ -361,9 +374,9 @@ class _Soak:
         is_as_before = Told.by(reply) == self._references[question.name] if is_whole else None
         if not is_whole and not (is_to_leave and reply.outcome == Outcome.left):
             self.problems.append(f"{question.name} at {at_s:.1f} s was lost: {reply.outcome} ({reply.detail})")
-        if is_as_before is False and self.auditor is not None:
+        if is_as_before is False:
             self._others[question.name, Told.by(reply)] += 1
-        elif is_as_before is False and not self.plan.tolerates_ties:
+        if is_as_before is False and self.auditor is None and not self.plan.tolerates_ties:
             difference = _difference(self._references[question.name], Told.by(reply))
             self.problems.append(f"{question.name} at {at_s:.1f} s was answered otherwise than before: {difference}")
         self.rows.append(
@@ -390,25 +403,32 @@ class _Soak:
             return
         at_s = self._now()
         try:
-            before = await self._fingerprint()
+            before = await self._known_fingerprint()
             name = await asyncio.to_thread(self.control.swap)
             after = await self._changed_from(before)
         except Exception as error:  # whatever it is, the load goes on and the report says it
-            self.problems.append(f"the swap at {at_s:.1f} s failed: {' '.join(str(error).split())[:300]}")
+            self.problems.append(f"the swap at {at_s:.1f} s failed: {_one_line(error)}")
             return
         took_s = round(self._now() - at_s, 3)
         self.swaps.append({"at_s": round(at_s, 3), "took_s": took_s, "policy": name, "system_fingerprint": after})
 
-    async def _fingerprint(self) -> str:
-        version = await self.client.get("/version") or {}
-        return str(version.get("system_fingerprint"))
+    async def _fingerprint(self) -> str | None:
+        """What the server decodes with; None if it does not say."""
+        found = (await self.client.get("/version") or {}).get("system_fingerprint")
+        return None if found is None else str(found)
+
+    async def _known_fingerprint(self) -> str:
+        found = await self._fingerprint()
+        if found is None:
+            raise GraftError("the server does not say what it decodes with (/version)")
+        return found
 
     async def _changed_from(self, before: str) -> str:
         """Wait until another policy is in force. Raises `GraftError` if none is, or it was refused."""
         deadline = time.perf_counter() + _SWAP_PATIENCE_S
         while time.perf_counter() < deadline:
             after = await self._fingerprint()
-            if after != before:
+            if after is not None and after != before:
                 if after.endswith("+refused"):
                     raise GraftError("the policy was refused; /healthz has the reason")
                 return after
@@ -419,23 +439,32 @@ class _Soak:
         try:
             pids = await asyncio.to_thread(self.control.pids)
         except Exception as error:
-            self.problems.append(
-                f"the replicas at {self._now():.1f} s are not known: {' '.join(str(error).split())[:300]}"
-            )
+            self.problems.append(f"the replicas at {self._now():.1f} s are not known: {_one_line(error)}")
             return
         for pid in pids:
             sample = sample_process(pid, self._now())
             if sample is not None:
                 self.samples.append(sample)
 
+    def others(self) -> list[OtherAnswer]:
+        """The answers that were not the reference."""
+        return [OtherAnswer(name, number, told) for (name, told), number in self._others.items()]
+
     def _judge_others(self) -> list[tuple[str, int, Judgement]]:
         """What the auditor says of each other answer: question, how often it came, judgement."""
         if self.auditor is None:
             return []
         asked = {question.name: question for question in self.questions}
-        if self._others:
-            print(f"judging {len(self._others)} other answers ...", file=sys.stderr, flush=True)
-        return [(name, number, self.auditor.judge(asked[name], told)) for (name, told), number in self._others.items()]
+        others = self.others()
+        judged = []
+        for index, other in enumerate(others, start=1):
+            print(f"judging other answers: {index} of {len(others)}", file=sys.stderr, flush=True)
+            try:
+                judgement = self.auditor.judge(asked[other.question], other.answer)
+            except Exception as error:  # whatever it is, the others are judged
+                judgement = Judgement(faults=(f"it could not be judged ({type(error).__name__}: {_one_line(error)})",))
+            judged.append((other.question, other.number, judgement))
+        return judged
 
     def report(self) -> SoakReport:
         """Judge what the run left."""
@@ -486,6 +515,10 @@ async def _every(period_s: float, act: Callable[[], Awaitable[None]], is_over: a
             await asyncio.wait_for(is_over.wait(), period_s)
 
 
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
 def _judged_line(name: str, number: int, judgement: Judgement) -> str:
     """The problem of an answer that rounding does not explain."""
     found = list(judgement.faults)
@@ -495,7 +528,7 @@ def _judged_line(name: str, number: int, judgement: Judgement) -> str:
                 f"output token {difference.position} is {difference.method_token}, {difference.reference_token} is "
                 f"right, margin {difference.margin:.3g} (a tie up to {difference.allowed:.3g})"
             )
-    return f"{name} was answered wrongly {number} times: {'; '.join(found)}"
+    return f"{name} was answered otherwise {number} times: {'; '.join(found)}"
 
 
 def _difference(before: Told, now: Told) -> str:

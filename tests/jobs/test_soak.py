@@ -35,7 +35,7 @@ class Replica:
         self.fault, self.text = fault, text
         self.version = 0
         self.num_stuck = 0
-        self.is_dead = self.is_ill = False
+        self.is_dead = self.is_ill = self.is_silent = False
         self.counts: Counter[str] = Counter()
         self._numbers = itertools.count()
 
@@ -49,7 +49,8 @@ class Replica:
             "/healthz": {"sequences": self.num_stuck},
         }
         if path in fixed:
-            status = "503 Failed" if path == "/healthz" and self.is_ill else "200 OK"
+            fails = (path == "/healthz" and self.is_ill) or (path == "/version" and self.is_silent)
+            status = "503 Failed" if fails else "200 OK"
             writer.write(json_answer(fixed[path], status))
             return
         number = next(self._numbers)
@@ -186,12 +187,44 @@ def test_answers_are_compared_with_the_auditors_and_others_judged(tmp_path: Path
     code, report = soak(Replica(text="other"), tmp_path / "bad", plan=plan, prompts=FEW, auditor=Knowing())
     assert code == 1 and report["num_differing"] == report["num_compared"] >= 2 and report["num_ties"] == 0
     assert (
-        "was answered wrongly" in report["problems"][0] and "output token 4 is 8, 7 is right" in report["problems"][0]
+        "was answered otherwise" in report["problems"][0] and "output token 4 is 8, 7 is right" in report["problems"][0]
     )
     assert sum(one["number"] for one in report["differences"]) == report["num_compared"]
     code, report = soak(Replica(text="tied"), tmp_path / "tie", plan=plan, prompts=FEW, auditor=Knowing("tied"))
     assert code == 0 and report["num_ties"] == report["num_differing"] == report["num_compared"] >= 2
     assert "of them by a tie" in (tmp_path / "tie" / "soak.md").read_text()
+
+
+def test_an_answer_that_cannot_be_judged_hides_nothing(tmp_path: Path) -> None:
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+
+    class Failing(Knowing):
+        def judge(self, question: Question, told: Told) -> Judgement:
+            self.rows, self.others = lines("requests.jsonl"), lines("others.jsonl")  # they are there already
+            if question.name == "p0":
+                raise RuntimeError("out of memory")
+            return super().judge(question, told)
+
+    auditor, plan = Failing("tied"), replace(PLAN, leave_share=0.0)
+    code, report = soak(Replica(text="tied"), tmp_path, plan=plan, prompts=FEW, auditor=auditor)
+    assert code == 1 and len(auditor.rows) == report["num_requests"]
+    numbers = {other["question"]: other["number"] for other in auditor.others}
+    assert set(numbers) == {"p0", "p1"} and report["num_ties"] == numbers["p1"]
+    assert all(other["answer"]["texts"][0].startswith("tied") for other in auditor.others)
+    assert report["problems"] == [
+        f"p0 was answered otherwise {numbers['p0']} times: it could not be judged (RuntimeError: out of memory)"
+    ]
+
+
+def test_nothing_is_swapped_while_the_server_does_not_say_what_is_in_force(tmp_path: Path) -> None:
+    replica = Replica()
+    replica.is_silent = True
+    code, report = soak(replica, tmp_path, prompts=FEW)
+    assert code == 1 and replica.version == 0 and report["swaps"] == []
+    assert all("failed: the server does not say what it decodes with" in problem for problem in report["problems"])
+    with pytest.raises(GraftError, match="does not say what it decodes with"):
+        soak(replica, tmp_path / "audited", prompts=FEW, auditor=Knowing())
 
 
 def test_a_sequence_that_is_left_a_replica_that_dies_and_a_swap_that_fails_are_named(
