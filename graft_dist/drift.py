@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graft_dist.edge_scorer import MarginalScorer
-from graft_dist.replay import ALL_TASKS, LOST, RecordedRounds, outcomes, walk_rounds
+from graft_dist.replay import ALL_TASKS, LOST, RecordedRounds, SequenceName, outcomes, walk_rounds
 from graft_dist.retraining import DriftRule
 from graft_dist.trial import of_sequences
 
@@ -74,16 +74,16 @@ class Acceptance:
         self._sums = sums  # of `_COLUMNS`, by task and prompt
 
     @classmethod
-    def of(cls, batches: Iterable[RecordedRounds], prompt_of: Mapping[str, str], budget: int) -> Acceptance:
-        """Replay rounds; `prompt_of` maps sequence ids to prompts, rounds of other sequences are passed over."""
+    def of(cls, batches: Iterable[RecordedRounds], prompt_of: Mapping[SequenceName, str], budget: int) -> Acceptance:
+        """Replay rounds; `prompt_of` maps sequences to prompts, rounds of other sequences are passed over."""
         sums: dict[tuple[str, str], FloatArray] = defaultdict(lambda: np.zeros(len(_COLUMNS)))
         for rounds in of_sequences(batches, prompt_of):
             walk = walk_rounds(rounds, MarginalScorer(), budget)
             found = outcomes(rounds, walk, np.full(len(rounds), budget, np.int64))
             is_mismatch = found.lost == LOST.index("wrong_parent")
             rows = np.stack([np.ones(len(rounds)), found.num_tokens, is_mismatch, rounds.conf], axis=1)
-            for row, sequence, (_, task) in zip(rows, rounds.sequence_ids, rounds.groups, strict=True):
-                sums[task, prompt_of[sequence]] += row
+            for row, key, (_, task) in zip(rows, rounds.keys, rounds.groups, strict=True):
+                sums[task, prompt_of[key]] += row
         return cls(dict(sums))
 
     @property

@@ -58,6 +58,9 @@ LEARNED_METHODS = ("graft", "graft-fixed")
 
 ALL_METHODS = (*METHODS, *COSTED_METHODS, *LEARNED_METHODS)
 
+CADDTREE_BUDGET = 256
+"""Nodes of CaDDTree's trees, at most: its rule is to find its own end, so the cap is out of its way."""
+
 BudgetKind = Literal["fixed", "saba", "marginal"]
 """How a learned policy chooses budgets: a constant, by `PowerGain`, by `AcceptanceGain`."""
 
@@ -95,7 +98,7 @@ def ddtree(budget: int, num_candidates: int = 16) -> DecodingPolicy:
     return DecodingPolicy("ddtree", MarginalScorer(), FixedBudget(budget), num_candidates)
 
 
-def caddtree(cost: CostCurve, max_budget: int = 256, num_candidates: int = 16) -> DecodingPolicy:
+def caddtree(cost: CostCurve, max_budget: int = CADDTREE_BUDGET, num_candidates: int = 16) -> DecodingPolicy:
     """CaDDTree: DDTree's trees, cut where the drafter's own probabilities no longer pay for a node.
 
     Every round is drafted: not drafting where it never pays is not part of that method.
@@ -158,7 +161,7 @@ class DataIdentity:
     num_sequences: int
     num_decoded_rounds: int
     num_dense_rounds: int
-    num_held_out_rounds: int  # of both kinds, of prompts that nothing was fitted on
+    num_held_out_rounds: int  # of both kinds, of prompts that the edge scorer was not fitted on
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

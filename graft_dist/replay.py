@@ -38,6 +38,8 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 Groups = Sequence[tuple[str, str]]
 """(kind, task) of rounds."""
+SequenceName = tuple[str, str]
+"""(unit id, sequence id)"""
 
 ALL_TASKS = "all"
 
@@ -51,8 +53,8 @@ wrong_parent: it sits in the tree at its depth, but under another parent: the mi
 cut: it is a candidate, but no node of the tree at its depth carries it: the budget ended before.
 """
 
-_NUM_PRICES = 64
-_MOST_TOKENS = 64.0  # of a round, as the largest price of the oracle's grid
+_NUM_PRICES = 84
+_LEAST_TOKENS, _MOST_TOKENS = 0.25, 64.0  # per plain round, as the ends of the oracle's grid of prices
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +62,8 @@ class RecordedRounds:
     """S rounds of one shape [D, K], decoded or dense, with what followed them."""
 
     groups: Groups  # of each round
-    sequence_ids: Sequence[str]
+    unit_ids: Sequence[str]
+    sequence_ids: Sequence[str]  # unique within a unit
     round_indices: Int32Array  # [S]
     context_lengths: Int32Array  # [S]
     root_tokens: Int64Array  # [S]
@@ -76,6 +79,11 @@ class RecordedRounds:
 
     def __len__(self) -> int:
         return len(self.root_tokens)
+
+    @property
+    def keys(self) -> list[SequenceName]:
+        """What names each round's sequence in the store."""
+        return list(zip(self.unit_ids, self.sequence_ids, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +157,7 @@ def replay(
     Trees are nested, so the tree of a smaller budget is the first nodes of the one that is built. Policies that
     remember past rounds do so for decoded and dense rounds apart, each starting from the policy as it was given.
     """
-    totals = _Totals(None if cost is None else cost.table(max_budget))
+    totals = _Totals(cost, max_budget)
     remembering: dict[str, list[BudgetPolicy]] = {}  # by kind of rounds
     for rounds in batches:
         walk = walk_rounds(rounds, scorer, max_budget, max_depth)
@@ -162,8 +170,9 @@ def replay(
             for at, budgets in enumerate(choose_budgets(rounds, walk, own, max_budget, rows)):
                 choices[at, rows] = budgets
         for name, budgets in zip(policies, choices, strict=True):
-            totals.add_policy(name, groups, members, budgets, outcomes(rounds, walk, budgets))
-        totals.add_oracle(groups, members, walk.path_nodes, rounds.num_left)
+            found = outcomes(rounds, walk, budgets)
+            totals.add_policy(name, groups, members, budgets, rounds.context_lengths, found)
+        totals.add_oracle(groups, members, walk.path_nodes, rounds)
     return totals.report(list(policies))
 
 
@@ -288,12 +297,13 @@ class _Tally:
 
 @dataclass
 class _OracleTally:
-    """The same of the oracle, at each price [G]: from plain decoding's rate to more than any policy can reach."""
+    """The same of the oracle, at each price [G]."""
 
     num_rounds: int = 0
     num_tokens: FloatArray = field(default_factory=lambda: np.zeros(_NUM_PRICES))
     num_nodes: FloatArray = field(default_factory=lambda: np.zeros(_NUM_PRICES))
     ms: FloatArray = field(default_factory=lambda: np.zeros(_NUM_PRICES))
+    plain_ms: float = 0.0  # had the same rounds been plain ones
 
 
 class _Totals:
@@ -301,16 +311,27 @@ class _Totals:
 
     The oracle's budgets maximise the ratio of the summed tokens to the summed milliseconds. For the right price of a
     millisecond that is, round by round, the largest tokens minus price times milliseconds (Dinkelbach); the price is
-    only known at the end, so all of a grid are tried and the best kept. The ratio is flat around the best price: a grid
-    of 7 % steps misses it by less than 0.1 %.
+    only known at the end, so all of a grid are tried and the best kept: from a quarter of plain decoding's rate without
+    a context, which may cost as much again as the rest, to more than any policy can reach. The ratio is flat around the
+    best price: a grid of 7 % steps misses it by less than 0.1 %.
     """
 
-    def __init__(self, cost_ms: FloatArray | None) -> None:
-        self._cost_ms = cost_ms
+    def __init__(self, cost: CostCurve | None, max_budget: int) -> None:
+        self._cost_ms = None if cost is None else cost.table(max_budget)  # without a context
+        self._token_ms = 0.0 if cost is None else cost.token_ms
         self._tallies: dict[tuple[str, str, str], _Tally] = defaultdict(_Tally)  # by kind, task, policy
         self._oracles: dict[tuple[str, str], _OracleTally] = defaultdict(_OracleTally)
 
-    def add_policy(self, policy: str, groups: Groups, members: BoolArray, budgets: Int64Array, found: Outcomes) -> None:
+    def add_policy(
+        self,
+        policy: str,
+        groups: Groups,
+        members: BoolArray,
+        budgets: Int64Array,
+        context_lengths: Int32Array,
+        found: Outcomes,
+    ) -> None:
+        context_ms = self._token_ms * context_lengths
         for group, own in zip(groups, members, strict=True):
             tally = self._tallies[*group, policy]
             tally.num_rounds += int(own.sum())
@@ -318,25 +339,28 @@ class _Totals:
             tally.num_nodes += int(budgets[own].sum())
             tally.lost += np.bincount(found.lost[own], minlength=len(LOST))
             if self._cost_ms is not None:
-                tally.ms += float(self._cost_ms[budgets[own]].sum())
+                tally.ms += float((self._cost_ms[budgets] + context_ms)[own].sum())
 
-    def add_oracle(self, groups: Groups, members: BoolArray, path_nodes: Int32Array, num_left: Int32Array) -> None:
+    def add_oracle(self, groups: Groups, members: BoolArray, path_nodes: Int32Array, rounds: RecordedRounds) -> None:
         if self._cost_ms is None:
             return
         # Only the budgets that just reach the next node of the path can be best.
         slots, lengths = np.arange(len(path_nodes)), np.arange(path_nodes.shape[1] + 1)
         budgets = np.concatenate([np.zeros((len(slots), 1), np.int64), path_nodes], axis=1)
-        tokens = np.minimum(lengths + 1, num_left[:, None])
+        tokens = np.minimum(lengths + 1, rounds.num_left[:, None])
+        plain_ms = self._cost_ms[0] + self._token_ms * rounds.context_lengths
         ms = np.where((budgets > 0) | (lengths == 0), self._cost_ms[budgets], np.inf)
+        ms += self._token_ms * rounds.context_lengths[:, None]
         weights = members.astype(np.float64)
         sums = np.zeros((3, len(groups), _NUM_PRICES))
-        for at, price in enumerate(np.geomspace(1.0, _MOST_TOKENS, _NUM_PRICES) / self._cost_ms[0]):
+        for at, price in enumerate(np.geomspace(_LEAST_TOKENS, _MOST_TOKENS, _NUM_PRICES) / self._cost_ms[0]):
             best = np.argmax(tokens - price * ms, axis=1)
             for total, values in zip(sums, (tokens, budgets, ms), strict=True):
                 total[:, at] = weights @ values[slots, best]
-        for group, num_rounds, num_tokens, num_nodes, spent in zip(groups, members.sum(axis=1), *sums, strict=True):
+        for group, own, num_tokens, num_nodes, spent in zip(groups, members, *sums, strict=True):
             oracle = self._oracles[group]
-            oracle.num_rounds += int(num_rounds)
+            oracle.num_rounds += int(own.sum())
+            oracle.plain_ms += float(plain_ms[own].sum())
             oracle.num_tokens += num_tokens
             oracle.num_nodes += num_nodes
             oracle.ms += spent
@@ -351,10 +375,10 @@ class _Totals:
         tally = self._tallies[kind, task, policy]
         rates: dict[str, Any] = {"tokens_per_s": None, "speedup": None, "regret": None}
         if self._cost_ms is not None and oracle_rate is not None:
-            rate = 1000 * tally.num_tokens / tally.ms
+            rate, oracle = 1000 * tally.num_tokens / tally.ms, self._oracles[kind, task]
             rates = {
                 "tokens_per_s": rate,
-                "speedup": rate * float(self._cost_ms[0]) / 1000,
+                "speedup": rate * oracle.plain_ms / oracle.num_rounds / 1000,  # a plain round for every token
                 "regret": max(0.0, 1 - rate / oracle_rate),  # below 0 by rounding only
             }
         return ReplayRow(
@@ -370,7 +394,6 @@ class _Totals:
         )
 
     def _oracle_row(self, kind: str, task: str) -> OracleRow:
-        assert self._cost_ms is not None
         oracle = self._oracles[kind, task]
         rates = 1000 * oracle.num_tokens / oracle.ms
         best = int(np.argmax(rates))
@@ -380,5 +403,5 @@ class _Totals:
             mat=float(oracle.num_tokens[best] / oracle.num_rounds),
             mean_budget=float(oracle.num_nodes[best] / oracle.num_rounds),
             tokens_per_s=float(rates[best]),
-            speedup=float(rates[best] * self._cost_ms[0] / 1000),
+            speedup=float(rates[best] * oracle.plain_ms / oracle.num_rounds / 1000),
         )

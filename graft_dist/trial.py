@@ -20,7 +20,16 @@ from graft_dist.budget import BudgetPolicy, sequence_key
 from graft_dist.cost_curve import CostCurve
 from graft_dist.counter_random import uniform
 from graft_dist.edge_scorer import EdgeScorer
-from graft_dist.replay import ALL_TASKS, LOST, RecordedRounds, Walk, choose_budgets, outcomes, walk_rounds
+from graft_dist.replay import (
+    ALL_TASKS,
+    LOST,
+    RecordedRounds,
+    SequenceName,
+    Walk,
+    choose_budgets,
+    outcomes,
+    walk_rounds,
+)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -39,6 +48,7 @@ class Arm:
     name: str
     scorer: str  # key of the trial's scorers
     new_budget: Callable[[], BudgetPolicy]  # a fresh policy: it may carry running averages
+    max_budget: int | None = None  # nodes of the trees it chooses from; None: the trial's
 
 
 @dataclass(frozen=True)
@@ -72,45 +82,45 @@ class GainCurves:
     """Mean tokens of a round at every budget, by difficulty."""
 
     tokens: Mapping[str, FloatArray]  # [max_budget + 1], for `DIFFICULTIES`
+    context_lengths: Mapping[str, float]  # means
     num_rounds: Mapping[str, int]
 
 
 class Trial:
-    """Sums of every arm and prompt."""
+    """Sums of every arm, prompt and task."""
 
-    def __init__(self, cost: CostCurve, max_budget: int) -> None:
-        self._cost_ms = cost.table(max_budget)  # without a context, whose price is each round's own
-        self._token_ms = cost.token_ms
-        self._sums: dict[str, dict[str, FloatArray]] = defaultdict(lambda: defaultdict(lambda: np.zeros(len(_COLUMNS))))
-        self._tasks: dict[str, str] = {}  # of prompts
+    def __init__(self, cost: CostCurve) -> None:
+        self._cost = cost
+        self._sums: dict[str, dict[tuple[str, str], FloatArray]] = defaultdict(
+            lambda: defaultdict(lambda: np.zeros(len(_COLUMNS)))
+        )
 
     def add(
         self, arm: str, rounds: RecordedRounds, prompts: Sequence[str], walk: Walk, budgets: npt.NDArray[np.int64]
     ) -> None:
         """Add what an arm gets of some rounds; `prompts` [S] names each round's prompt."""
         found = outcomes(rounds, walk, budgets)
-        context_ms = self._token_ms * rounds.context_lengths
+        cost_ms = self._cost.table(int(budgets.max()))  # without a context, whose price is each round's own
+        context_ms = self._cost.token_ms * rounds.context_lengths
         columns = (
             np.ones(len(rounds)), found.num_tokens, budgets, found.lost == LOST.index("wrong_parent"),
-            self._cost_ms[budgets] + context_ms, self._cost_ms[0] + context_ms,
+            cost_ms[budgets] + context_ms, cost_ms[0] + context_ms,
         )  # fmt: skip
         rows = np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
         own = self._sums[arm]
         for prompt, row, (_, task) in zip(prompts, rows, rounds.groups, strict=True):
-            own[prompt] += row
-            self._tasks[prompt] = task
+            own[prompt, task] += row
 
     def take_in(self, other: Trial) -> None:
         """Add the sums of a trial of other prompts under the same costs."""
         for arm, sums in other._sums.items():
-            for prompt, row in sums.items():
-                self._sums[arm][prompt] += row
-        self._tasks |= other._tasks
+            for key, row in sums.items():
+                self._sums[arm][key] += row
 
     @property
     def tasks(self) -> list[str]:
         """All tasks together, then each."""
-        return [ALL_TASKS, *sorted(set(self._tasks.values()))]
+        return [ALL_TASKS, *sorted({task for own in self._sums.values() for _, task in own})]
 
     def row(self, arm: str, task: str = ALL_TASKS) -> TrialRow:
         """What an arm got of a task."""
@@ -130,16 +140,20 @@ class Trial:
     def compare(self, arm: str, baseline: str, task: str = ALL_TASKS, seed: int = 0) -> Comparison:
         """Compare two arms, with a bootstrap over prompts."""
         ours, theirs = self._of(arm, task), self._of(baseline, task)
-        draws = np.random.default_rng(seed).integers(len(ours), size=(_DRAWS, len(ours)))
-        ratios = _rate(ours[draws].sum(axis=1)) / _rate(theirs[draws].sum(axis=1))
+        random = np.random.default_rng(seed)
+        draws = (random.integers(len(ours), size=len(ours)) for _ in range(_DRAWS))
+        ratios = [_rate(ours[drawn].sum(axis=0)) / _rate(theirs[drawn].sum(axis=0)) for drawn in draws]
         low, high = np.quantile(ratios, (0.025, 0.975))
         ratio = _rate(ours.sum(axis=0)) / _rate(theirs.sum(axis=0))
         return Comparison(arm, baseline, task, float(ratio), float(low), float(high))
 
     def _of(self, arm: str, task: str) -> FloatArray:
         """[prompts, columns], the prompts in one order for every arm."""
-        own = self._sums[arm]
-        return np.stack([own[prompt] for prompt in sorted(own) if task in (ALL_TASKS, self._tasks[prompt])])
+        prompts: dict[str, FloatArray] = {}
+        for (prompt, of_task), row in sorted(self._sums[arm].items(), key=lambda item: item[0]):
+            if task in (ALL_TASKS, of_task):
+                prompts[prompt] = prompts[prompt] + row if prompt in prompts else row
+        return np.stack(list(prompts.values()))
 
 
 def _rate(sums: FloatArray) -> FloatArray:
@@ -148,35 +162,35 @@ def _rate(sums: FloatArray) -> FloatArray:
 
 def run_trial(
     batches: Iterable[RecordedRounds],
-    prompt_of: Mapping[str, str],
+    prompt_of: Mapping[SequenceName, str],
     scorers: Mapping[str, EdgeScorer],
     arms: Sequence[Arm],
     cost: CostCurve,
     max_budget: int,
 ) -> Trial:
-    """Replay the rounds once for each scorer, and ask every arm for its budgets.
+    """Replay the rounds once for each scorer and size of trees, and ask every arm for its budgets.
 
-    `prompt_of` maps sequence ids to prompts; rounds of other sequences are passed over.
+    `prompt_of` maps sequences to prompts; rounds of other sequences are passed over.
     """
-    trial = Trial(cost, max_budget)
+    trial = Trial(cost)
+    groups: dict[tuple[str, int], list[str]] = {}
+    for arm in arms:
+        groups.setdefault((arm.scorer, arm.max_budget or max_budget), []).append(arm.name)
     policies = {arm.name: arm.new_budget() for arm in arms}
     for rounds in of_sequences(batches, prompt_of):
-        prompts = [prompt_of[sequence] for sequence in rounds.sequence_ids]
-        for name, scorer in scorers.items():
-            own = [arm.name for arm in arms if arm.scorer == name]
-            if not own:
-                continue
-            walk = walk_rounds(rounds, scorer, max_budget)
-            budgets = choose_budgets(rounds, walk, [policies[arm] for arm in own], max_budget)
-            for arm, chosen in zip(own, budgets, strict=True):
-                trial.add(arm, rounds, prompts, walk, chosen)
+        prompts = [prompt_of[key] for key in rounds.keys]
+        for (scorer, most), own in groups.items():
+            walk = walk_rounds(rounds, scorers[scorer], most)
+            budgets = choose_budgets(rounds, walk, [policies[name] for name in own], most)
+            for name, chosen in zip(own, budgets, strict=True):
+                trial.add(name, rounds, prompts, walk, chosen)
     return trial
 
 
 def gain_curves(batches: Iterable[RecordedRounds], scorer: EdgeScorer, max_budget: int) -> GainCurves:
     """Mean tokens at every budget of rounds that are easy, medium and hard for this scorer's trees."""
     sums = np.zeros((len(DIFFICULTIES), max_budget + 1))
-    counts = np.zeros(len(DIFFICULTIES), np.int64)
+    lengths, counts = np.zeros(len(DIFFICULTIES)), np.zeros(len(DIFFICULTIES), np.int64)
     for rounds in batches:
         walk = walk_rounds(rounds, scorer, max_budget)
         is_node = (walk.path_nodes[:, :, None] > 0) & (walk.path_nodes[:, :, None] <= np.arange(max_budget + 1))
@@ -185,17 +199,20 @@ def gain_curves(batches: Iterable[RecordedRounds], scorer: EdgeScorer, max_budge
         kinds = np.digitize(-accepted[:, -1], (-depth / 2, -depth / 4))
         tokens = np.minimum(accepted + 1, rounds.num_left[:, None])
         np.add.at(sums, kinds, tokens)
+        np.add.at(lengths, kinds, rounds.context_lengths)
         np.add.at(counts, kinds, 1)
+    lengths /= np.maximum(counts, 1)
     return GainCurves(
         {name: sums[at] / max(counts[at], 1) for at, name in enumerate(DIFFICULTIES)},
+        dict(zip(DIFFICULTIES, lengths.tolist(), strict=True)),
         dict(zip(DIFFICULTIES, counts.tolist(), strict=True)),
     )
 
 
-def of_sequences(batches: Iterable[RecordedRounds], wanted: Mapping[str, str]) -> Iterator[RecordedRounds]:
+def of_sequences(batches: Iterable[RecordedRounds], wanted: Mapping[SequenceName, str]) -> Iterator[RecordedRounds]:
     """The batches' rounds of some sequences alone."""
     for rounds in batches:
-        rows = np.array([at for at, sequence in enumerate(rounds.sequence_ids) if sequence in wanted], np.int64)
+        rows = np.array([at for at, key in enumerate(rounds.keys) if key in wanted], np.int64)
         if 0 < len(rows) == len(rounds):
             yield rounds
         elif len(rows) > 0:

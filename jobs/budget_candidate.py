@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graft_dist.budget import AcceptanceGain, BudgetPolicy, FixedBudget, Form, GainModel, PowerGain, UtilityBudget
 from graft_dist.cost_curve import CostCurve
 from graft_dist.learning.saba import CalibrationFits, GainFit
-from graft_dist.policy import BudgetKind
+from graft_dist.policy import CADDTREE_BUDGET, BudgetKind
 from graft_dist.trial import Arm
 
 FIXED_BUDGETS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -26,17 +26,18 @@ class Candidate:
     form: Form = "ratio"
     fixed_budget: int | None = None
     may_rest: bool = True
+    max_budget: int | None = None  # None: the same as all others
 
     def budget_policy(self, cost: CostCurve, max_budget: int) -> BudgetPolicy:
         """A fresh budget policy."""
         if self.fixed_budget is not None:
             return FixedBudget(self.fixed_budget)
         assert self.gain is not None
-        return UtilityBudget(self.gain, cost, max_budget, self.form, self.may_rest)
+        return UtilityBudget(self.gain, cost, self.max_budget or max_budget, self.form, self.may_rest)
 
     def arm(self, cost: CostCurve, max_budget: int) -> Arm:
         """Itself as an arm of a trial."""
-        return Arm(self.name, self.scorer, lambda: self.budget_policy(cost, max_budget))
+        return Arm(self.name, self.scorer, lambda: self.budget_policy(cost, max_budget), self.max_budget)
 
 
 def fixed(scorer: str, budget: int) -> Candidate:
@@ -45,8 +46,8 @@ def fixed(scorer: str, budget: int) -> Candidate:
 
 
 def baselines() -> list[Candidate]:
-    """What is there without learning, but for DDTree's fixed budgets: plain decoding and CaDDTree."""
-    caddtree = Candidate(CADDTREE, "marginal", "marginal", AcceptanceGain(), may_rest=False)
+    """What is there without learning, but for DDTree's fixed budgets: plain decoding, and CaDDTree with its own cap."""
+    caddtree = Candidate(CADDTREE, "marginal", "marginal", AcceptanceGain(), may_rest=False, max_budget=CADDTREE_BUDGET)
     return [Candidate(PLAIN, "marginal", "fixed", fixed_budget=0), caddtree]
 
 

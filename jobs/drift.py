@@ -17,6 +17,7 @@ import duckdb
 from graft_dist.config import TargetConfig
 from graft_dist.drift import Acceptance, Drift, DriftRow, Verdict, judge
 from graft_dist.policy import GraftPolicy
+from graft_dist.replay import SequenceName
 from graft_dist.retraining import DriftRule
 from jobs.learning_data import SPLITS, LearningData, open_snapshot, read_learning_data
 from jobs.out_file import to_json
@@ -93,7 +94,7 @@ def _compare(
         # Not of the usable sequences alone: what users ask need not be readable, nor be held out.
         everything = recorded_sequences(connection, slug, data.drafter_fingerprint, data.shape)
         recent = [each for each in everything if each.source == request.source and each.written_at >= since.timestamp()]
-        training = _trained_on(data, policy, champion.created_at, {each.sequence_id for each in recent})
+        training = _trained_on(data, policy, champion.created_at, {each.key for each in recent})
         if not training:
             return _unknown(f"the store no longer holds the rounds that champion v{champion.version} was trained on")
         found = _replayed(connection, slug, recent, request.config.budget)
@@ -108,16 +109,14 @@ def _compare(
 
 
 def _trained_on(
-    data: LearningData, policy: GraftPolicy, registered_at: datetime, recent: set[str]
+    data: LearningData, policy: GraftPolicy, registered_at: datetime, recent: set[SequenceName]
 ) -> list[RecordedSequence]:
     """What the policy was trained on. A run may have gone on after that, as a server's does: its later rows are not."""
     return [
         each
         for split in SPLITS
         for each in data.splits[split]
-        if each.run_id in policy.data.run_ids
-        and each.written_at < registered_at.timestamp()
-        and each.sequence_id not in recent
+        if each.run_id in policy.data.run_ids and each.written_at < registered_at.timestamp() and each.key not in recent
     ]
 
 
@@ -133,7 +132,7 @@ def _replayed(
         drawn.append(sequence)
         num_rounds += sequence.num_decoded
     selection = Selection(target=slug, prompt_ids=sorted({each.prompt_id for each in drawn}), kind="decoded")
-    prompt_of = {each.sequence_id: _hash(repr(each.prompt_token_ids)) for each in drawn}
+    prompt_of = {each.key: _hash(repr(each.prompt_token_ids)) for each in drawn}
     return Acceptance.of(recorded_rounds(connection, selection), prompt_of, budget)
 
 

@@ -1,7 +1,7 @@
 """Where decoders are tried: a data set's recorded rounds, edge scorers, and what a round costs; and the choice of one.
 
-Budgets are fitted to the tune split, of which no scorer has seen anything. Each half of its prompts is tried with what
-the other half taught, so that no decoder is compared on rounds that anything about it was fitted to.
+Budgets are fitted to the tune split, of which scorers have seen only where to stop. Each half of its prompts is tried
+with what the other half taught, so that no decoder is compared on rounds that its weights were fitted to.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from graft_dist.learning.saba import (
     observe,
 )
 from graft_dist.prompts import LearningSplit
-from graft_dist.replay import RecordedRounds, walk_rounds
+from graft_dist.replay import RecordedRounds, SequenceName, walk_rounds
 from graft_dist.trial import GainCurves, Trial, gain_curves, of_sequences, run_trial, thinned
 from jobs.budget_candidate import CADDTREE, PLAIN, Candidate, baselines, fixed_candidates, learned_candidates
 from jobs.learning_data import LearningData, decoded_rounds
 from jobs.training_report import Choice
 from storage import connect
 from storage.learning_rounds import timed_rounds
+
+_ROUNDS_OF_A_BUDGET = (30, 5)
+"""At least so many a budget must have to tell its cost; if no rounds have, then so many.
+
+Otherwise the few rounds that the last sequences of a batch were alone in would speak for all.
+"""
 
 _MOST_ROUNDS = 50_000  # that budgets are fitted to: some hundred bytes each, and more change nothing
 
@@ -43,7 +49,7 @@ class Laboratory:
         store, slug: where the rounds are, and of which target.
         scorers: by name; `choose` and `gain_curves` need "marginal" among them.
         cost: what rounds cost, by which decoders are judged.
-        max_budget: nodes of the trees that are built, and the most that a policy may choose.
+        max_budget: nodes of the trees that are built, and the most that a policy may choose; CaDDTree has its own.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class Laboratory:
 
     def try_crosswise(self, arms: Sequence[Sequence[Candidate]]) -> Trial:
         """Replay the tune split's decoded rounds: each half with its own arms, which have the same names in both."""
-        trial = Trial(self.cost, self.max_budget)
+        trial = Trial(self.cost)
         for half, own in zip(self._halves, arms, strict=True):
             trial.take_in(self._trial("tune", half, own))
         return trial
@@ -92,7 +98,7 @@ class Laboratory:
     def _rounds(self, split: LearningSplit) -> Iterator[RecordedRounds]:
         return decoded_rounds(self._data, self._store, self._slug, split)
 
-    def _trial(self, split: LearningSplit, prompt_of: Mapping[str, str], arms: Sequence[Candidate]) -> Trial:
+    def _trial(self, split: LearningSplit, prompt_of: Mapping[SequenceName, str], arms: Sequence[Candidate]) -> Trial:
         made = [arm.arm(self.cost, self.max_budget) for arm in arms]
         return run_trial(self._rounds(split), prompt_of, self.scorers, made, self.cost, self.max_budget)
 
@@ -104,10 +110,11 @@ def recorded_costs(data: LearningData, store: str, slug: str) -> CostFits:
     that no hardware has, so that who decodes with the policy measures rounds instead of believing it.
     """
     with closing(connect(store, snapshot=data.snapshot)) as connection:
-        for timed in timed_rounds(connection, slug, data.drafter_fingerprint):
-            fits = fit_costs(timed.rounds, timed.label)
-            if fits is not None:
-                return fits
+        for min_rounds in _ROUNDS_OF_A_BUDGET:
+            for timed in timed_rounds(connection, slug, data.drafter_fingerprint, data.shape):
+                fits = fit_costs(timed.rounds, timed.label, min_rounds)
+                if fits is not None:
+                    return fits
     raise StoreError(
         "the decoded rounds have too few budgets to tell what others would cost: collect with --explore 0,4,8,16,32,64"
     )

@@ -20,7 +20,7 @@ from graft_dist.errors import StoreError
 from graft_dist.policy import DataIdentity
 from graft_dist.prompt_text import PromptReader
 from graft_dist.prompts import LearningSplit, is_held_out, learning_split
-from graft_dist.replay import RecordedRounds
+from graft_dist.replay import RecordedRounds, SequenceName
 from graft_dist.target import read_fingerprint, read_tokenizer
 from storage import TrajectoryStore, connect
 from storage.learning_rounds import (
@@ -58,13 +58,13 @@ class LearningData:
         """Decoded and dense rounds of some splits."""
         return sum(each.num_decoded + each.num_dense for split in splits for each in self.splits[split])
 
-    def prompt_of(self, split: LearningSplit) -> dict[str, str]:
-        """Sequence ids of a split, each with a name of what was asked: prompt ids are unique within a run only."""
-        return {sequence.sequence_id: _prompt_name(sequence) for sequence in self.splits[split]}
+    def prompt_of(self, split: LearningSplit) -> dict[SequenceName, str]:
+        """Sequences of a split, each with a name of what was asked: prompt ids are unique within a run only."""
+        return {sequence.key: _prompt_name(sequence) for sequence in self.splits[split]}
 
-    def halves(self, split: LearningSplit) -> list[dict[str, str]]:
+    def halves(self, split: LearningSplit) -> list[dict[SequenceName, str]]:
         """`prompt_of` the sequences with decoded rounds in two parts, each with half of the prompts."""
-        names = {each.sequence_id: _prompt_name(each) for each in self.splits[split] if each.num_decoded > 0}
+        names = {each.key: _prompt_name(each) for each in self.splits[split] if each.num_decoded > 0}
         first = set(sorted(set(names.values()))[::2])
         return [{key: name for key, name in names.items() if (name in first) == side} for side in (True, False)]
 
@@ -151,7 +151,7 @@ def read_learning_data(
                 "--gate-rank needs rounds with the drafter's hidden states, and the store has none: collect with "
                 "--hidden"
             )
-        shapes = shapes_of(connection, config.slug, drafter_fingerprint)
+        shapes = shapes_of(connection, config.slug, drafter_fingerprint, num_hidden)
         shape = _shape(shapes, drafter.draft_depth, num_hidden)
         sequences = recorded_sequences(connection, config.slug, drafter_fingerprint, shape)
         num_others = num_of_other_drafters(connection, config.slug, drafter_fingerprint)

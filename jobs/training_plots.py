@@ -68,7 +68,7 @@ def _utility(axes: Any, report: Report, curves: GainCurves) -> None:
     """Figure 1c of the paper."""
     for name in [name for name in DIFFICULTIES if curves.num_rounds[name] > 0]:
         tokens = curves.tokens[name]
-        utility = 1000 * tokens / report.costs.best.curve.table(len(tokens) - 1)
+        utility = 1000 * tokens / report.costs.best.curve.table(len(tokens) - 1, curves.context_lengths[name])
         best = int(np.argmax(utility[1:])) + 1
         (line,) = axes.plot(np.arange(1, len(tokens)), utility[1:], label=f"{name} ({curves.num_rounds[name]} rounds)")
         axes.plot([best], [utility[best]], "o", color=line.get_color())

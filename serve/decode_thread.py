@@ -20,6 +20,7 @@ import logging
 import queue
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -148,6 +149,8 @@ class DecodeThread:
         self._recorded: set[str] = set()  # sequences whose rounds an observer wants; decode thread only
         self._count_lock = threading.Lock()
         self._num_sequences = 0
+        # Requests may be named by their senders, and sequences of all threads come together in one store.
+        self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._beat = time.monotonic()
         self._failure: BaseException | None = None
@@ -193,8 +196,8 @@ class DecodeThread:
         return self._rest_left > 0
 
     def new_sequence_id(self, request_id: str) -> str:
-        """An id that no other sequence of this thread has."""
-        return f"{request_id}-{next(self._numbers)}"
+        """An id that no other sequence has, of this thread or any other."""
+        return f"{request_id}-{self._name}.{next(self._numbers)}"
 
     def submit(self, submissions: Sequence[Submission]) -> RequestStream:
         """Queue a request's sequences, all or none. Raises `ApiError` when the queue is full or this replica ends.

@@ -18,10 +18,8 @@ import pyarrow.compute as pc
 
 from graft_dist.errors import StoreError
 from graft_dist.learning.saba import TimedRounds
+from graft_dist.replay import SequenceName
 from graft_dist.rounds import RoundRecord
-
-Key = tuple[str, str]
-"""(unit id, sequence id) of a sequence."""
 
 _MOST_TIMED = 1_000_000  # timed rounds of one batch size that are read
 
@@ -45,7 +43,7 @@ class RecordedSequence:
     written_at: float  # seconds since 1970
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SequenceName:
         """What names it in the store."""
         return self.unit_id, self.sequence_id
 
@@ -68,10 +66,15 @@ class RoundShape:
     num_hidden: int = 0  # H', size of the recorded hidden states; 0: hidden states are not read
 
     @property
+    def of_candidates(self) -> str:
+        """As SQL, whatever was recorded of hidden states."""
+        return f"len(candidate_ids) = {self.depth} AND len(candidate_ids[1]) = {self.width}"
+
+    @property
     def condition(self) -> str:
         """As SQL."""
-        drafted = f"len(candidate_ids) = {self.depth} AND len(candidate_ids[1]) = {self.width}"
-        return drafted if self.num_hidden == 0 else f"{drafted} AND len(hidden[1]) = {self.num_hidden}"
+        has_hidden = f" AND len(hidden[1]) = {self.num_hidden}" if self.num_hidden > 0 else ""
+        return self.of_candidates + has_hidden
 
 
 def source_of(connection: duckdb.DuckDBPyConnection, target: str) -> Source:
@@ -97,13 +100,17 @@ def source_of(connection: duckdb.DuckDBPyConnection, target: str) -> Source:
 
 
 def shapes_of(
-    connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str
+    connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, num_hidden: int = 0
 ) -> list[tuple[int, int, int]]:
-    """Return (D, K, number of rounds) of the shapes that a drafter's rounds have, the most frequent first."""
+    """Return (D, K, number of rounds) of the shapes that a drafter's rounds have, the most frequent first.
+
+    With `num_hidden`, of those alone that were recorded with hidden states of that size.
+    """
+    has_hidden = f"AND len(hidden[1]) = {num_hidden}" if num_hidden > 0 else ""
     return connection.execute(
-        """SELECT len(candidate_ids), len(candidate_ids[1]), count(*)
+        f"""SELECT len(candidate_ids), len(candidate_ids[1]), count(*)
            FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
-           WHERE rounds.target = ? AND drafter_fingerprint = ? AND len(candidate_ids) > 0
+           WHERE rounds.target = ? AND drafter_fingerprint = ? AND len(candidate_ids) > 0 {has_hidden}
            GROUP BY ALL ORDER BY 3 DESC, 1, 2""",
         [target, drafter_fingerprint],
     ).fetchall()
@@ -221,8 +228,10 @@ class Timed:
         return self.hardware if self.batch_size == 1 else f"{self.hardware}, share of {self.batch_size} sequences"
 
 
-def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str) -> Iterator[Timed]:
-    """Yield a drafter's timed rounds, and those without any drafter, of one hardware: the most telling first.
+def timed_rounds(
+    connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, shape: RoundShape
+) -> Iterator[Timed]:
+    """Yield a drafter's timed rounds of one shape, and undrafted ones, of one hardware: the most telling first.
 
     It is the hardware on which most rounds were alone in their batch: the tail of a batched run is not what somebody
     timed on purpose. Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of
@@ -231,10 +240,11 @@ def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str, drafter_fin
     draft it did not use.
     """
     groups = connection.execute(
-        """WITH timed AS (
+        f"""WITH timed AS (
                SELECT hardware, batch_size, temperature > 0 AS is_sampled, len(candidate_ids) > 0 AS is_drafted
                FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
                WHERE rounds.target = ? AND kind = 'decoded' AND coalesce(drafter_fingerprint = ?, true)
+                   AND (len(candidate_ids) = 0 OR {shape.of_candidates})
            ), busiest AS (
                SELECT hardware FROM timed WHERE is_drafted GROUP BY hardware
                ORDER BY count(*) FILTER (WHERE batch_size = 1) DESC, count(*) DESC, hardware LIMIT 1
@@ -262,6 +272,7 @@ def timed_rounds(connection: duckdb.DuckDBPyConnection, target: str, drafter_fin
                    AND coalesce(drafter_fingerprint = $drafter, true)
                    AND (temperature > 0) = $is_sampled AND round_index IS DISTINCT FROM first_drafted
                    AND (len(candidate_ids) > 0) = (round(batch_rows / batch_size) > 1)
+                   AND (len(candidate_ids) = 0 OR {shape.of_candidates})
                ORDER BY unit_id, sequence_id, round_index LIMIT {_MOST_TIMED}""",
             params={
                 "target": target,

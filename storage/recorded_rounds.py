@@ -76,7 +76,7 @@ WITH placed AS (
 # The hidden states are many times the rest of a round: read only where they are asked for.
 _ROUNDS = """{placed}
 SELECT
-    kind, task, sequence_id, round_index, context_length, root_token, candidate_ids, candidate_log_probs,
+    kind, task, unit_id, sequence_id, round_index, context_length, root_token, candidate_ids, candidate_log_probs,
     depth, len(candidate_ids[1]) AS width, conf, degen, hist, num_left, room,
     {hidden} AS hidden, coalesce(len({hidden}[1]), 0) AS num_hidden,
     CASE WHEN kind = 'dense' THEN followed ELSE output_token_ids[num_output + 1:num_output + depth] END AS followed
@@ -171,6 +171,7 @@ def _parameters(selection: Selection) -> dict[str, object]:
 def _to_rounds(table: pa.Table, depth: int, width: int, num_hidden: int) -> RecordedRounds:
     return RecordedRounds(
         groups=list(zip(table["kind"].to_pylist(), table["task"].to_pylist(), strict=True)),
+        unit_ids=table["unit_id"].to_pylist(),
         sequence_ids=table["sequence_id"].to_pylist(),
         round_indices=_numbers(table, "round_index", np.int32),
         context_lengths=_numbers(table, "context_length", np.int32),

@@ -288,7 +288,8 @@ class _Findings:
         if len(holders) == 0:
             return
         right = int(tree.tokens[last])
-        wrong = tree.tokens[tree.parents[holders]].tolist()
+        # The same token may also sit elsewhere in the depth above: an edge from it would be the wanted one itself.
+        wrong = [token for token in tree.tokens[tree.parents[holders]].tolist() if token != right]
         rivals = tree.tokens[tree.parents == last].tolist() or _best_rival(record, depth, wanted)
         self._pairs += [(index, depth, right, parent, wanted, wanted) for parent in wrong]
         self._pairs += [(index, depth, right, right, wanted, rival) for rival in rivals]

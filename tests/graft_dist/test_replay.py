@@ -41,6 +41,7 @@ def rounds_of(followed: Sequence[Sequence[int]], num_left: Sequence[int], **chan
     number = len(followed)
     fields: dict[str, Any] = {
         "groups": [("decoded", "code")] * number,
+        "unit_ids": ["u"] * number,
         "sequence_ids": [f"s{index}" for index in range(number)],
         "round_indices": np.zeros(number, np.int32),
         "context_lengths": np.full(number, 10, np.int32),
@@ -121,6 +122,20 @@ def test_the_report_by_hand() -> None:
     assert oracles["decoded", "math"].speedup == pytest.approx(1.0)
 
 
+def test_the_context_has_its_price() -> None:
+    """Rounds of [6, 7] and [5, 9] after 10 and 30 tokens, which cost 5 and 15 ms more."""
+    rounds = rounds_of([[6, 7], [5, 9]], [9, 9], context_lengths=np.array([10, 30], np.int32))
+    cost = CostCurve((0, 1, 3, 6), (10.0, 11.0, 30.0, 60.0), "hand", token_ms=0.5)
+    policies = {"plain": FixedBudget(0), "fixed-1": FixedBudget(1)}
+    report = replay([rounds], MarginalScorer(), policies, max_budget=6, cost=cost)
+    plain, fixed = (row for row in report.rows if row.task == ALL_TASKS)
+    assert plain.speedup == pytest.approx(1.0) and plain.tokens_per_s == pytest.approx(2000 / 40)
+    assert fixed.tokens_per_s == pytest.approx(3000 / 42) and fixed.speedup == pytest.approx(3 / 42 * 40 / 2)
+    # The best: no draft for the first round, one node for the second.
+    oracle = next(row for row in report.oracles if row.task == ALL_TASKS)
+    assert oracle.tokens_per_s == pytest.approx(3000 / 41) and oracle.speedup == pytest.approx(3 / 41 * 40 / 2)
+
+
 def test_without_a_cost_there_are_no_rates() -> None:
     report = replay([rounds_of([[6, 7]], [9])], MarginalScorer(), {"fixed-3": FixedBudget(3)}, max_budget=3)
     assert report.oracles == []
@@ -146,9 +161,10 @@ def random_rounds(number: int, depth: int = 5, width: int = 4, seed: int = 0, vo
 
 
 def test_the_oracle_is_the_best_of_all_choices() -> None:
-    cost = CostCurve((0, 1, 8), (5.0, 6.0, 9.0), "hand")
-    table = cost.table(8)
     for seed in range(20):
+        # Every second time the context costs as much again as a plain round.
+        cost = CostCurve((0, 1, 8), (5.0, 6.0, 9.0), "hand", token_ms=0.5 * (seed % 2))
+        table = cost.table(8, 10)
         rounds = random_rounds(4, depth=3, width=3, seed=seed, vocab_size=4)
         walk = walk_rounds(rounds, MarginalScorer(), 8)
         tokens = np.array([outcomes(rounds, walk, np.full(4, budget)).num_tokens for budget in range(9)])
@@ -280,6 +296,7 @@ def as_rounds(
     rooms = left if reason == "length" else [params.max_new_tokens - count for count in counts]
     return RecordedRounds(
         groups=[("decoded", "live")] * len(records),
+        unit_ids=["u"] * len(records),
         sequence_ids=[record.sequence_id for record in records],
         round_indices=np.array([record.round_index for record in records], np.int32),
         context_lengths=np.array([record.context_length for record in records], np.int32),

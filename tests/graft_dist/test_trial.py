@@ -19,7 +19,7 @@ ROUNDS = rounds_of(
     [9, 9, 9, 9],
     groups=[("decoded", "code"), ("decoded", "code"), ("decoded", "chat"), ("decoded", "chat")],
 )
-PROMPTS = {"s0": "a", "s1": "a", "s2": "b"}
+PROMPTS = {("u", "s0"): "a", ("u", "s1"): "a", ("u", "s2"): "b"}
 ARMS = [Arm(f"fixed {budget}", "marginal", lambda budget=budget: FixedBudget(budget)) for budget in (0, 3, 6)]  # type: ignore[misc]
 
 
@@ -42,6 +42,30 @@ def test_a_longer_context_makes_every_round_dearer() -> None:
     assert trial.row("fixed 3").tokens_per_s == pytest.approx(7000 / (3 * 13 + 30))
     assert trial.row("fixed 3").speedup == pytest.approx(7 / (3 * 13 + 30) * (3 * 10 + 30) / 3)
     assert trial.row("fixed 0").speedup == pytest.approx(1.0)
+
+
+def test_a_prompt_under_two_tasks_counts_for_both_and_is_drawn_once() -> None:
+    groups = [("decoded", task) for task in ("code", "chat", "chat", "chat")]
+    trial = run_trial([replace(ROUNDS, groups=groups)], PROMPTS, {"marginal": MarginalScorer()}, ARMS, COST, 6)
+    rows = {task: trial.row("fixed 6", task) for task in trial.tasks}
+    assert {task: row.num_rounds for task, row in rows.items()} == {"all": 3, "chat": 2, "code": 1}
+    assert rows["code"].mat == 3.0 and rows["chat"].mat == pytest.approx(5 / 2)
+    same = run_trial([ROUNDS], PROMPTS, {"marginal": MarginalScorer()}, ARMS, COST, 6)
+    assert trial.compare("fixed 6", "fixed 3") == same.compare("fixed 6", "fixed 3")
+
+
+def test_sequences_of_another_unit_are_others() -> None:
+    rounds = replace(ROUNDS, unit_ids=["u", "v", "u", "u"])
+    trial = run_trial([rounds], PROMPTS, {"marginal": MarginalScorer()}, ARMS, COST, 6)
+    assert trial.row("fixed 6").num_rounds == 2
+
+
+def test_an_arm_may_have_trees_of_its_own_size() -> None:
+    arms = [ARMS[2], replace(ARMS[2], name="whole", max_budget=6), replace(ARMS[2], name="small", max_budget=2)]
+    trial = run_trial([ROUNDS], PROMPTS, {"marginal": MarginalScorer()}, arms, COST, 3)
+    assert {arm.name: trial.row(arm.name).mean_budget for arm in arms} == {"fixed 6": 3.0, "whole": 6.0, "small": 2.0}
+    whole = run_trial([ROUNDS], PROMPTS, {"marginal": MarginalScorer()}, ARMS, COST, 6)
+    assert replace(trial.row("whole"), arm="fixed 6") == whole.row("fixed 6")
 
 
 def test_comparisons_draw_prompts() -> None:
@@ -82,7 +106,9 @@ def test_a_sample_is_even_and_does_not_depend_on_the_order() -> None:
 
 
 def test_gain_by_difficulty() -> None:
-    curves = gain_curves([ROUNDS], MarginalScorer(), 6)
+    lengths = np.array([10, 20, 40, 50], np.int32)
+    curves = gain_curves([replace(ROUNDS, context_lengths=lengths)], MarginalScorer(), 6)
+    assert curves.context_lengths == {"easy": 15.0, "medium": 40.0, "hard": 50.0}
     assert curves.num_rounds == {"easy": 2, "medium": 1, "hard": 1}
     assert curves.tokens["easy"].tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0, 3.0]
     assert curves.tokens["medium"].tolist() == [1.0, *[2.0] * 6]

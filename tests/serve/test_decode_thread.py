@@ -116,6 +116,11 @@ def test_answers_side_by_side(make: Callable[..., Bench]) -> None:
     assert bench.thread.num_sequences == 0
 
 
+def test_sequences_of_all_threads_have_different_names(make: Callable[..., Bench]) -> None:
+    threads = [make().thread, make().thread]
+    assert len({thread.new_sequence_id("request") for thread in threads for _ in range(2)}) == 4
+
+
 def test_making_the_engine_fails(reciting_target: Target) -> None:
     def make_engine() -> tuple[Engine, ActivePolicy]:
         raise ValueError("no model")

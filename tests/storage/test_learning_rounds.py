@@ -25,6 +25,8 @@ from storage.learning_rounds import (
 )
 from tests.storage.records import DATASET, PROVENANCE, commit_replayable, make_round, make_sequence, undrafted
 
+SHAPE = RoundShape(2, 3)
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -76,19 +78,20 @@ def test_records_are_what_was_written(tmp_path: Path) -> None:
 
 def test_timings_of_the_busiest_hardware(root: Path) -> None:
     with connect(root, threads=1) as connection:
-        (timed,) = timed_rounds(connection, "tiny", "d-1")
-        assert list(timed_rounds(connection, "large", "d-1")) == []
+        (timed,) = timed_rounds(connection, "tiny", "d-1", SHAPE)
+        assert list(timed_rounds(connection, "large", "d-1", SHAPE)) == []
     assert (timed.hardware, timed.batch_size, timed.label) == ("cpu", 1, "cpu")
     assert rows_of(timed) == [(0, 5.0, 4.9, 12), (4, 10.0, 8.9, 13)]
 
 
 def test_rounds_that_costs_are_fitted_on(tmp_path: Path) -> None:
-    """Not the round in which the drafter reads the prompt; alone before batches, greedy before sampled."""
+    """Not the round in which the drafter reads the prompt, nor one of another shape; alone before batches, greedy
+    before sampled."""
     store = TrajectoryStore(tmp_path)
     turn = store.begin("run", "tiny", DATASET)
     greedy, sampled = SamplingParams(max_new_tokens=20), SamplingParams(max_new_tokens=20, temperature=0.5, seed=1)
     sequences = [
-        make_sequence("cold", 5, sampling=greedy),
+        make_sequence("cold", 6, sampling=greedy),
         make_sequence("warm", 2, sampling=sampled),
         make_sequence("pair", 2, sampling=greedy),
         make_sequence("plain", 1, sampling=greedy),
@@ -99,6 +102,7 @@ def test_rounds_that_costs_are_fitted_on(tmp_path: Path) -> None:
         make_round("cold", 2),
         make_round("cold", 3, batch_rows=1),  # drafted, and then nothing was verified
         make_round("cold", 4, batch_rows=5, context_length=40),
+        replace(chain("cold", 5), verify_ns=90_000_000),
         *(make_round("warm", index) for index in range(2)),
         *(make_round("pair", index, batch_size=2, batch_rows=6) for index in range(2)),
         undrafted("plain", 0, batch_rows=1, draft_ns=0, verify_ns=2_000_000),
@@ -106,11 +110,35 @@ def test_rounds_that_costs_are_fitted_on(tmp_path: Path) -> None:
     key = UnitKey(unit_id="u", attempt="a", run_id="run")
     store.commit(store.write_unit(key, PROVENANCE, sequences, rounds), "run", turn)
     with connect(tmp_path, threads=1) as connection:
-        alone, warm, pair = timed_rounds(connection, "tiny", "d-1")
+        alone, warm, pair = timed_rounds(connection, "tiny", "d-1", replace(SHAPE, num_hidden=4))
     assert rows_of(alone) == [(0, 3.0, 2.9, 10), (0, 5.0, 4.9, 10), (2, 6.0, 4.9, 14), (4, 6.0, 4.9, 40)]
     assert len(set(alone.rounds.sequence_keys.tolist())) == 2
     assert rows_of(warm) == [(2, 6.0, 4.9, 12)]
     assert rows_of(pair) == [(2, 3.0, 2.45, 12)] and pair.label == "cpu, share of 2 sequences"
+
+
+def test_shapes_are_counted_where_hidden_states_are(tmp_path: Path) -> None:
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin("run", "tiny", DATASET)
+    hidden = np.zeros((2, 4), np.float32)
+    rounds = [*(make_round("s", index) for index in range(3)), replace(chain("s", 3), hidden=hidden)]
+    key = UnitKey(unit_id="u", attempt="a", run_id="run")
+    store.commit(store.write_unit(key, PROVENANCE, [make_sequence("s", 4)], rounds), "run", turn)
+    with connect(tmp_path, threads=1) as connection:
+        assert shapes_of(connection, "tiny", "d-1") == [(2, 3, 3), (2, 1, 1)]
+        assert shapes_of(connection, "tiny", "d-1", 4) == [(2, 1, 1)]
+        assert shapes_of(connection, "tiny", "d-1", 5) == []
+
+
+def chain(sequence_id: str, round_index: int) -> RoundRecord:
+    """A round that drafted one candidate a depth."""
+    record = make_round(sequence_id, round_index)
+    return replace(
+        record,
+        candidate_ids=record.candidate_ids[:, :1],
+        candidate_log_probs=record.candidate_log_probs[:, :1],
+        parent_logits=record.parent_logits[:, :1],
+    )
 
 
 def test_another_drafters_rounds_are_not_mixed_in(tmp_path: Path) -> None:
@@ -127,7 +155,7 @@ def test_another_drafters_rounds_are_not_mixed_in(tmp_path: Path) -> None:
     with connect(tmp_path, threads=1) as connection:
         assert shapes_of(connection, "tiny", "d-2") == [(2, 3, 3)] and shapes_of(connection, "tiny", "d-3") == []
         assert num_of_other_drafters(connection, "tiny", "d-2") == 1
-        (timed,) = timed_rounds(connection, "tiny", "d-2")
+        (timed,) = timed_rounds(connection, "tiny", "d-2", SHAPE)
     assert sorted(set(timed.rounds.undrafted_ms.round(1).tolist())) == [2.9, 3.9]
 
 

@@ -32,6 +32,7 @@ def as_rounds(records: list[RoundRecord], num_left: list[int]) -> RecordedRounds
     followed = [[*record.followed.tolist(), *[-1] * depth][:depth] for record in records]
     return RecordedRounds(
         groups=[("dense", "any")] * len(records),
+        unit_ids=["u"] * len(records),
         sequence_ids=[record.sequence_id for record in records],
         round_indices=np.array([record.round_index for record in records], np.int32),
         context_lengths=np.array([record.context_length for record in records], np.int32),

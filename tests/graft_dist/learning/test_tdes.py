@@ -191,6 +191,21 @@ def test_verified_rivals_are_the_negatives() -> None:
     assert pairs_in(lessons_of([record_of(**tree)])) == [(1, [6, 7], [5, 7]), (1, [6, 7], [6, 8])]
 
 
+def test_an_edge_is_no_rival_of_itself() -> None:
+    """7 is wanted after 6 at depth 2, and sits under 6 of another parent and under 8."""
+    tree = {
+        "candidate_ids": np.array([[5, 6], [6, 8], [7, 9]], np.int32),
+        "candidate_log_probs": np.log(np.array([[0.6, 0.4], [0.8, 0.1], [0.6, 0.3]], np.float32)),
+        "tree_tokens": np.array([4, 5, 6, 7, 8, 7, 6, 6], np.int32),  # 5, 5 6, 5 6 7, 5 8, 5 8 7, 6, 6 6
+        "tree_parents": np.array([-1, 0, 1, 2, 1, 4, 0, 6], np.int32),
+        "tree_depths": np.array([0, 1, 2, 3, 2, 3, 1, 2], np.int32),
+        "target_tokens": np.array([6, 8, 7, 2, 1, 2, 6, 7], np.int32),
+        "accepted": np.array([6, 7], np.int32), "num_tokens": 3,
+        "parent_logits": np.zeros((3, 2), np.float32), "parent_logsumexp": np.zeros(3, np.float32),
+    }  # fmt: skip
+    assert pairs_in(lessons_of([record_of(**tree)])) == [(2, [6, 7], [8, 7]), (2, [6, 7], [6, 9])]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -310,6 +325,7 @@ def as_rounds(records: list[RoundRecord]) -> RecordedRounds:
     number, zeros = len(records), np.zeros(len(records), np.float32)
     return RecordedRounds(
         groups=[("dense", "synthetic")] * number,
+        unit_ids=["u"] * number,
         sequence_ids=["s"] * number,
         round_indices=np.zeros(number, np.int32),
         context_lengths=np.full(number, 10, np.int32),
