@@ -69,6 +69,12 @@ class RoundRecord:
     hidden: Float32Array | None = None  # [D, H'], the drafter's hidden states, see `projected`; None: not recorded
 
     @property
+    def is_finite(self) -> bool:
+        """Whether every number that an edge scorer would learn from is finite."""
+        columns = (self.candidate_log_probs, self.parent_logits, self.hidden)
+        return all(column is None or bool(np.isfinite(column).all()) for column in columns)
+
+    @property
     def is_mismatch(self) -> bool:
         """True if the walk stopped although the wanted token sat at that depth under another parent."""
         if self.num_tokens <= len(self.accepted) or len(self.tree_tokens) == 0:

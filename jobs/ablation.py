@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 import sys
 import time
@@ -27,7 +26,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 import torch
 
 from graft_dist.config import TargetConfig, load_config
-from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, TdesConfig, TdesScorer
+from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, TdesScorer
 from graft_dist.errors import GraftError
 from graft_dist.learning.tdes import TdesTraining
 from graft_dist.replay import ALL_TASKS
@@ -37,8 +36,8 @@ from jobs.budget_candidate import REPORTED_BUDGETS
 from jobs.laboratory import Laboratory, recorded_costs, try_scorer
 from jobs.learning_data import LearningData, open_snapshot, read_learning_data
 from jobs.out_file import write_aside
-from jobs.pinned_run import PinnedRun
-from jobs.scorer_training import Placement, ScorerPlan, fit_scorer, hidden_rms, strip
+from jobs.pinned_run import PinnedRun, config_settings
+from jobs.scorer_training import Placement, ScorerPlan, ScorerPlanner, fit_scorer
 from jobs.scorer_variant import VARIANTS, ScorerVariant
 
 MARGINAL = ScorerVariant(name="marginal", what="the drafter's own probabilities: DDTree, CaDDTree")
@@ -68,8 +67,7 @@ class AblationRequest:
             "gate_rank": self.gate_rank,
             "max_budget": self.max_budget,
             "every_prompt": self.every_prompt,
-            "target": self.config.target,
-            "drafter": self.config.drafter,
+            **config_settings(self.config),
         }
 
     @property
@@ -98,7 +96,7 @@ def run(request: AblationRequest) -> int:
         min_rounds=request.min_rounds,
         needs_hidden=request.gate_rank > 0,
     )
-    pinned.keep(data.snapshot)
+    pinned.keep(data.snapshot, data.drafter_fingerprint)
     for split in data.splits:
         say(f"{split}: {len(set(data.prompt_of(split).values()))} prompts, {data.num_rounds(split)} rounds")
     ablation = _Ablation(request, data, pinned.identity)
@@ -125,8 +123,7 @@ class _Ablation:
         config = request.config
         self._embeddings = read_embeddings(config.target, revision=config.revision)
         self._costs = recorded_costs(data, request.store, config.slug)
-        fit = data.splits["fit"]
-        self._hidden_rms = hidden_rms(request.store, data.snapshot, fit, data.shape) if data.shape.num_hidden else 1.0
+        self._planner = ScorerPlanner(config, request.store, data, self._embeddings, request.threads)
 
     def file(self, variant: ScorerVariant) -> Path:
         """Where a variant's rows are kept."""
@@ -165,35 +162,19 @@ class _Ablation:
         return TdesScorer(network, self._embeddings, variant.reading), min(look.held_out_kl for look in looks)
 
     def _plan(self, variant: ScorerVariant) -> ScorerPlan:
-        request, data = self.request, self.data
-        config, (kl, pair, edge) = request.config, variant.losses
-        rank = request.gate_rank if variant.has_gate else 0
-        return ScorerPlan(
-            store=request.store,
-            snapshot=data.snapshot,
-            shape=data.shape,
-            fit=strip(data.splits["fit"]),
-            tune=strip(data.splits["tune"]),
-            target=config.target,
-            revision=config.revision,
-            network=TdesConfig(
-                embedding_size=self._embeddings.shape[1],
-                draft_depth=data.shape.depth,
-                gate_rank=rank,
-                hidden_size=data.shape.num_hidden if rank > 0 else 0,
-                embedding_rms=math.sqrt(float(self._embeddings.float().square().mean())),
-                hidden_rms=self._hidden_rms,
-                reliance=variant.reliance,
-            ),
-            training=replace(
+        request, (kl, pair, edge) = self.request, variant.losses
+        plan = self._planner.plan(
+            request.out / variant.name,
+            f"{self._identity} {variant.name}",
+            replace(
                 request.training, kl_weight=kl, pair_weight=pair, edge_weight=edge, every_parent=variant.every_parent
             ),
-            out=request.out / variant.name,
-            identity=f"{self._identity} {data.snapshot.name} {variant.name}",
-            threads=request.threads,
-            lessons=request.out / "lessons",
-            fitted=variant.fitted,
+            gate_rank=request.gate_rank if variant.has_gate else 0,
+            reliance=variant.reliance,
         )
+        # All variants learn from the same lessons.
+        lessons = request.out / "lessons" / self.data.drafter_fingerprint
+        return replace(plan, lessons=lessons, fitted=variant.fitted)
 
 
 def _lines(rows: Sequence[Row]) -> str:

@@ -104,7 +104,7 @@ class Laboratory:
 
 
 def recorded_costs(data: LearningData, store: str, slug: str) -> CostFits:
-    """What rounds cost on the hardware that most of them were timed on.
+    """What rounds cost on the hardware on which most of them were alone.
 
     Where only batches were timed, the curve is of a sequence's share: it judges policies here, and is kept under a name
     that no hardware has, so that who decodes with the policy measures rounds instead of believing it.

@@ -6,8 +6,8 @@ same command goes on where it ended and learns from the same rows.
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass
+import json
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from graft_dist.edge_scorer import (
     EdgeScorer,
     MarginalScorer,
     Reading,
-    TdesConfig,
     TdesNetwork,
     TdesScorer,
     fold_projection,
@@ -34,8 +33,8 @@ from jobs.cluster import job_id
 from jobs.laboratory import Laboratory, choose, recorded_costs
 from jobs.learning_data import LearningData, open_snapshot, read_learning_data
 from jobs.out_file import to_json, write_aside
-from jobs.pinned_run import PinnedRun
-from jobs.scorer_training import Placement, ScorerPlan, fit_scorer, hidden_rms, say, strip
+from jobs.pinned_run import PinnedRun, config_settings
+from jobs.scorer_training import Placement, ScorerPlanner, fit_scorer, say
 from jobs.tracked_run import TrackedRun
 from jobs.training_plots import draw_plots
 from jobs.training_report import Report, report_of
@@ -75,7 +74,6 @@ class PolicyRequest:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the result; where and by how many workers it is computed does not."""
-        config = self.config
         return {
             **asdict(self.training),
             "width": self.width,
@@ -84,8 +82,7 @@ class PolicyRequest:
             "reading": self.reading,
             "max_budget": self.max_budget,
             "every_prompt": self.every_prompt,
-            "target": config.target,
-            "drafter": config.drafter,
+            **config_settings(self.config),
         }
 
 
@@ -112,12 +109,13 @@ def run(request: PolicyRequest) -> int:
     say(f"cost of rounds: {costs.best.name}, {costs.best.error_ms:.2f} ms off on held-out rounds")
     registry = Registry(request.tracking_uri)
     tracked = TrackedRun.open(registry, request.config.slug, pinned.run_id, request.settings)
-    pinned.keep(snapshot, tracked.run_id)
+    pinned.keep(snapshot, data.drafter_fingerprint, tracked.run_id)
     tracked.log_data(data, request.store)
-    network, looks = _fit(request, data, pinned.identity)
+    embeddings = read_embeddings(request.config.target, revision=request.config.revision)
+    network, looks = _fit(request, data, embeddings, pinned.identity)
     scorers: dict[str, EdgeScorer] = {
         "marginal": MarginalScorer(),
-        "tdes": TdesScorer(network, _embeddings(request), request.reading),
+        "tdes": TdesScorer(network, embeddings, request.reading),
     }
     lab = Laboratory(data, request.store, request.config.slug, scorers, costs.best.curve, request.max_budget)
     choice = choose(lab)
@@ -129,7 +127,7 @@ def run(request: PolicyRequest) -> int:
     report = report_of(trial, choice, looks, costs, request.max_budget, request.training.seed)
     policy = _policy(request, data, network, report)
     folder = policy.save(request.out / "policy")
-    ended = {"policy": policy.fingerprint, "finished_at": datetime.now(UTC).isoformat(timespec="seconds")}
+    ended = _ended(request.out / "report.json", policy, is_resumed=not pinned.is_new)
     write_aside(request.out / "report.json", to_json({**ended, **report.as_json()}))
     plots = draw_plots(request.out / "plots", report, lab.gain_curves())
     tracked.log_results(report.metrics, looks, [*plots, request.out / "report.json"])
@@ -162,39 +160,28 @@ def _say_data(data: LearningData) -> None:
         )
 
 
-def _fit(request: PolicyRequest, data: LearningData, identity: str) -> tuple[TdesNetwork, tuple[Evaluation, ...]]:
-    config, embeddings = request.config, _embeddings(request)
-    sequences, shape = data.splits["fit"], data.shape
-    network = TdesConfig(
-        embedding_size=embeddings.shape[1],
-        draft_depth=shape.depth,
+def _fit(
+    request: PolicyRequest, data: LearningData, embeddings: torch.Tensor, identity: str
+) -> tuple[TdesNetwork, tuple[Evaluation, ...]]:
+    planner = ScorerPlanner(request.config, request.store, data, embeddings, request.threads)
+    plan = planner.plan(
+        request.out,
+        identity,
+        request.training,
         width=request.width,
         gate_rank=request.gate_rank,
-        hidden_size=shape.num_hidden,
-        embedding_rms=math.sqrt(float(embeddings.float().square().mean())),
-        hidden_rms=hidden_rms(request.store, data.snapshot, sequences, shape) if shape.num_hidden else 1.0,
         reliance=request.reliance,
     )
-    plan = ScorerPlan(
-        store=request.store,
-        snapshot=data.snapshot,
-        shape=data.shape,
-        fit=strip(data.splits["fit"]),
-        tune=strip(data.splits["tune"]),
-        target=config.target,
-        revision=config.revision,
-        network=network,
-        training=request.training,
-        out=request.out,
-        identity=f"{identity} {data.snapshot.name}",
-        threads=request.threads,
-        uses_gpu=config.resources.num_gpus > 0 and (request.placement.num_workers > 0 or torch.cuda.is_available()),
-    )
-    return fit_scorer(plan, request.placement)
+    has_gpu = request.placement.num_workers > 0 or torch.cuda.is_available()
+    return fit_scorer(replace(plan, uses_gpu=request.config.resources.num_gpus > 0 and has_gpu), request.placement)
 
 
-def _embeddings(request: PolicyRequest) -> torch.Tensor:
-    return read_embeddings(request.config.target, revision=request.config.revision)
+def _ended(report: Path, policy: GraftPolicy, is_resumed: bool) -> dict[str, Any]:
+    """When this policy was first there: a run that is started again afterwards has spent no more time on it."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    ended = {"policy": policy.fingerprint, "finished_at": now, "is_resumed": is_resumed}
+    known = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    return {name: known.get(name) for name in ended} if known.get("policy") == policy.fingerprint else ended
 
 
 def _policy(request: PolicyRequest, data: LearningData, network: TdesNetwork, report: Report) -> GraftPolicy:

@@ -6,7 +6,6 @@ all workers see. Whatever is killed, the next start goes on from the last look a
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import time
@@ -19,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from graft_dist.edge_scorer import TdesConfig, TdesNetwork
+from graft_dist.config import TargetConfig
+from graft_dist.edge_scorer import TdesConfig, TdesNetwork, root_mean_square
 from graft_dist.errors import ConfigError
 from graft_dist.learning.drafter import worker
 from graft_dist.learning.lesson_file import INDEX_NAME, LessonWriter, empty_lessons, open_share
@@ -28,6 +28,7 @@ from graft_dist.learning.tdes import Evaluation, Share, TdesTrainer, TdesTrainin
 from graft_dist.rounds import RoundRecord
 from graft_dist.target import read_embeddings
 from jobs.cluster import wait_until_fits
+from jobs.learning_data import LearningData
 from storage import connect
 from storage.learning_rounds import RecordedSequence, RoundShape, round_records
 from storage.trajectories import Snapshot
@@ -52,9 +53,58 @@ class ScorerPlan:
     out: Path  # seen by all workers
     identity: str  # of the run, kept in its checkpoints
     threads: int
+    lessons: Path  # where lessons are kept while fitting
     uses_gpu: bool = False
-    lessons: Path | None = None  # where lessons are kept for other fits to the same rounds; None: not kept
     fitted: tuple[str, ...] | None = None  # names of the parameters that are fitted; None: all
+
+
+class ScorerPlanner:
+    """Plans fits to the rounds of one data set; what all of them need of it is read once."""
+
+    def __init__(
+        self, config: TargetConfig, store: str, data: LearningData, embeddings: torch.Tensor, threads: int
+    ) -> None:
+        self._config, self._store, self._data, self._threads = config, store, data, threads
+        self._fit, self._tune = (_strip(data.splits[split]) for split in ("fit", "tune"))
+        self._embedding_size, self._embedding_rms = embeddings.shape[1], root_mean_square(embeddings)
+        self._hidden_rms = _hidden_rms(store, data) if data.shape.num_hidden > 0 else 1.0
+
+    def plan(
+        self,
+        out: Path,
+        identity: str,
+        training: TdesTraining,
+        *,
+        width: int = TdesConfig.width,
+        gate_rank: int,
+        reliance: bool,
+    ) -> ScorerPlan:
+        """A fit in the folder `out` of the run `identity`, on CPUs, of all parameters."""
+        data = self._data
+        return ScorerPlan(
+            store=self._store,
+            snapshot=data.snapshot,
+            shape=data.shape,
+            fit=self._fit,
+            tune=self._tune,
+            target=self._config.target,
+            revision=self._config.revision,
+            network=TdesConfig(
+                embedding_size=self._embedding_size,
+                draft_depth=data.shape.depth,
+                width=width,
+                gate_rank=gate_rank,
+                hidden_size=data.shape.num_hidden if gate_rank > 0 else 0,
+                embedding_rms=self._embedding_rms,
+                hidden_rms=self._hidden_rms,
+                reliance=reliance,
+            ),
+            training=training,
+            out=out,
+            identity=f"{identity} {data.snapshot.name} {data.drafter_fingerprint}",
+            threads=self._threads,
+            lessons=out / "lessons" / data.drafter_fingerprint,
+        )
 
 
 @dataclass(frozen=True)
@@ -165,19 +215,23 @@ def _share(plan: ScorerPlan, split: str, sequences: Sequence[RecordedSequence]) 
     rank, num_workers = worker()
     counts = [sequence.num_decoded + sequence.num_dense for sequence in sequences]
     starts = [0, *accumulate(counts)]
-    folder = (plan.lessons or plan.out / "lessons") / f"{split}-{rank}-of-{num_workers}"
+    folder = plan.lessons / f"{split}-{rank}-of-{num_workers}"
     if not (folder / INDEX_NAME).is_file():
         own = {sequence.key: start for sequence, start in list(zip(sequences, starts, strict=False))[rank::num_workers]}
         say(f"worker {rank}: reading {len(own)} sequences to {split} on")
-        _write_lessons(plan, folder, sequences[rank::num_workers], own)
+        num_left_out = _write_lessons(plan, folder, sequences[rank::num_workers], own)
+        if num_left_out > 0:
+            say(f"worker {rank}: {num_left_out} rounds to {split} on hold numbers that are not finite and are left out")
     return open_share(folder, starts[-1])
 
 
 def _write_lessons(
     plan: ScorerPlan, folder: Path, sequences: Sequence[RecordedSequence], starts: dict[tuple[str, str], int]
-) -> None:
+) -> int:
+    """Keep what the rounds teach; returns how many are left out: one that is not finite would spoil the whole fit."""
     waiting: list[RoundRecord] = []
     numbers: list[int] = []
+    num_left_out = 0
     with (
         closing(
             connect(plan.store, memory_limit=_STORE_MEMORY, threads=plan.threads, snapshot=plan.snapshot)
@@ -186,28 +240,30 @@ def _write_lessons(
     ):
         writer.add(empty_lessons(plan.shape.depth, plan.shape.width, plan.shape.num_hidden), np.zeros(0, np.int64))
         for sequence, records in round_records(connection, sequences, plan.shape):
-            waiting += records
-            first = starts[sequence.key]
-            numbers += range(first, first + len(records))
+            sound = [(at, record) for at, record in enumerate(records, starts[sequence.key]) if record.is_finite]
+            num_left_out += len(records) - len(sound)
+            numbers += [at for at, _ in sound]
+            waiting += [record for _, record in sound]
             if len(waiting) >= _PART_ROUNDS:
                 writer.add(lessons_of(waiting), np.array(numbers))
                 waiting, numbers = [], []
         if waiting:
             writer.add(lessons_of(waiting), np.array(numbers))
+    return num_left_out
 
 
-def hidden_rms(store: str, snapshot: Snapshot, sequences: Sequence[RecordedSequence], shape: RoundShape) -> float:
+def _hidden_rms(store: str, data: LearningData) -> float:
     """Root mean square of the recorded hidden states of the first sequences."""
-    with closing(connect(store, memory_limit=_STORE_MEMORY, snapshot=snapshot)) as connection:
+    with closing(connect(store, memory_limit=_STORE_MEMORY, snapshot=data.snapshot)) as connection:
         some = [
             record.hidden
-            for _, records in round_records(connection, sequences[:64], shape)
+            for _, records in round_records(connection, data.splits["fit"][:64], data.shape)
             for record in records
-            if record.hidden is not None
+            if record.hidden is not None and record.is_finite
         ]
-    return math.sqrt(float(np.mean(np.square(some))))
+    return root_mean_square(torch.from_numpy(np.stack(some)))
 
 
-def strip(sequences: Sequence[RecordedSequence]) -> tuple[RecordedSequence, ...]:
+def _strip(sequences: Sequence[RecordedSequence]) -> tuple[RecordedSequence, ...]:
     """The same without their prompts, which workers do not need."""
     return tuple(replace(sequence, prompt_token_ids=()) for sequence in sequences)

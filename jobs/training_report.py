@@ -119,6 +119,8 @@ class Report:
                 scorer: {
                     "error": fit.error,
                     "constant_error": fit.constant_error,
+                    "num_rounds": fit.num_rounds,
+                    "num_left_out": choice.calibrations[scorer].num_left_out,
                     "curve": fit.curve,
                     **asdict(fit.gain),
                 }
@@ -127,6 +129,8 @@ class Report:
             "cost": {
                 "hardware": self.costs.hardware,
                 "best": self.costs.best.name,
+                "num_rounds": self.costs.num_rounds,
+                "num_left_out": self.costs.num_left_out,
                 "fits": [{"name": fit.name, "error_ms": fit.error_ms, **asdict(fit.curve)} for fit in self.costs.fits],
             },
             "fit": [asdict(look) for look in self.looks],

@@ -71,7 +71,12 @@ def test_the_card_shows_what_the_run_found_and_a_false_figure_is_named(tmp_path:
     assert main(arguments(tmp_path, to)) == 0
     assert GraftPolicy.load(to).fingerprint == policy.fingerprint
     text = (to / "README.md").read_text()
-    assert "30 minutes" in text and "Made-up prompts." in text and "python jobs/train.py --store store" in text
+    assert "30 minutes from start to end on a box" in text
+    assert "Made-up prompts." in text and "python jobs/train.py --store store" in text
+    report = json.loads((tmp_path / "report.json").read_text())
+    (tmp_path / "report.json").write_text(json.dumps({**report, "is_resumed": True}))
+    assert main(arguments(tmp_path, to)) == 0
+    assert "30 minutes from start to end, interruptions included, on a box" in (to / "README.md").read_text()
     differences = runpy.run_path(str(ROOT / "bench" / "verify.py"))["document_differences"]
     assert differences(to / "README.md") == []
     figures = ["| plain code | 4.35 | 212.3 % |", "0.512 nats before, 0.250 after"]

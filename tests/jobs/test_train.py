@@ -91,6 +91,7 @@ def test_it_learns_registers_and_does_nothing_twice(
     }  # fmt: skip
     report = json.loads((out / "report.json").read_text())
     assert {row["task"] for row in report["test"]} == {"all", "code", "chat"}
+    assert report["is_resumed"] is False and report["cost"]["num_rounds"] > 100
 
     registry = Registry(f"sqlite:///{folder / 'mlflow.db'}", tmp_path / "cache")
     (version,) = registry.versions(tiny_config.slug)
@@ -105,6 +106,7 @@ def test_it_learns_registers_and_does_nothing_twice(
     assert {file.path for file in registry.client.list_artifacts(version.run_id)} == {"plots", "report.json"}
 
     assert main(arguments(folder, out)) == 0
+    assert json.loads((out / "report.json").read_text()) == report, "it has ended when it ended first"
     again = capsys.readouterr().out
     assert "the edge scorer is fitted already" in again
     assert f"{version.name} version 1 is the challenger" in again
