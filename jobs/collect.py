@@ -4,8 +4,9 @@
     python jobs/collect.py --config targets/smollm2-135m.yaml --prompts FILE --out DIR      (starts Ray by itself)
 
 Run again with the same arguments it goes on where it ended. Exit codes: 0 everything is collected; 2 the arguments,
-the configuration or the cluster cannot work; 3 partial: some units were set aside, and are listed; 75 another driver
-of the same run is at work; 130 and 143 stopped by SIGINT or SIGTERM, with everything finished until then committed.
+the configuration or the cluster cannot work; 3 partial: some units were set aside, and are listed; 4 cut off: the
+store could not be written any more, or no actor was left; 75 another driver of the same run is at work; 130 and 143
+stopped by SIGINT or SIGTERM. Cut off or stopped, everything finished until then is committed.
 """
 
 from __future__ import annotations

@@ -111,12 +111,18 @@ def _compare(
 def _trained_on(
     data: LearningData, policy: GraftPolicy, registered_at: datetime, recent: set[SequenceName]
 ) -> list[RecordedSequence]:
-    """What the policy was trained on. A run may have gone on after that, as a server's does: its later rows are not."""
+    """What the policy was trained on and can be replayed: decoded rounds alone can.
+
+    A run may have gone on after that, as a server's does: its later rows are not.
+    """
     return [
         each
         for split in SPLITS
         for each in data.splits[split]
-        if each.run_id in policy.data.run_ids and each.written_at < registered_at.timestamp() and each.key not in recent
+        if each.run_id in policy.data.run_ids
+        and each.written_at < registered_at.timestamp()
+        and each.key not in recent
+        and each.num_decoded > 0
     ]
 
 

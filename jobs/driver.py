@@ -8,8 +8,9 @@ rules it owns:
 * Only this loop commits, in batches. A unit counts once it is committed, whatever happened before.
 * A unit that was in hand when a worker was lost is a suspect: it is tried again alone, so that what kills the next
   worker is known. After `max_attempts` it is set aside and the run ends as partial.
-* When the first units all fail with the same error the run stops: the fault is the run's, not theirs. So it does when
-  the store cannot be written any more, with everything committed that still can be.
+* When the first units all fail with the same error the run stops: the fault is the run's, not theirs.
+* When the store cannot be written any more, or no worker is left, the run is cut off, with everything committed that
+  still can be. The other units were not tried: unlike those set aside they are for the next run.
 * Asked to stop, it commits what is finished and leaves the rest for the next run.
 """
 
@@ -68,7 +69,8 @@ class Ending(Enum):
 
     COMPLETE = 0
     FAILED_ALIKE = 2
-    PARTIAL = 3
+    PARTIAL = 3  # some units were set aside
+    CUT_OFF = 4  # the store cannot be written, or no worker is left: units wait for the next run
     FENCED = 75
     INTERRUPTED = 130
     TERMINATED = 143
@@ -209,12 +211,12 @@ class Driver:
             try:
                 ending, message = self._loop(started)
             except NoWorkersLeft as error:
-                ending, message = Ending.PARTIAL, str(error)
+                ending, message = Ending.CUT_OFF, str(error)
             self._commit()
         except StoreFencedError as error:
             ending, message = Ending.FENCED, str(error)
         except StoreError as error:
-            ending, message = Ending.PARTIAL, str(error)
+            ending, message = Ending.CUT_OFF, str(error)
         if ending is Ending.COMPLETE and self._set_aside:
             ending = Ending.PARTIAL
         left = len(self._trials) - self._num_committed - len(self._set_aside)
@@ -239,7 +241,7 @@ class Driver:
             for worker, answer in self.pool.wait(self.settings.poll_s):
                 self._take(worker, answer)
             if self._disk_error is not None:
-                return Ending.PARTIAL, f"the store cannot be written any more ({self._disk_error})"
+                return Ending.CUT_OFF, f"the store cannot be written any more ({self._disk_error})"
             reason = self._hopeless()
             if reason is not None:
                 return Ending.FAILED_ALIKE, reason

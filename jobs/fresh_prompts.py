@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from graft_dist.prompt_source import PromptSource
 from graft_dist.prompts import Prompt, is_held_out, prompt_hash
@@ -38,11 +39,13 @@ def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
 
 
 def count_unlearned(runs: Path) -> int:
-    """How many prompts earlier runs have asked since the last training that came to an end began.
+    """How many prompts earlier runs have asked since the last training began whose policy was judged.
 
-    A run that failed after its collection leaves rounds that no policy has seen, and prompts that are not asked again.
+    A run that failed between its collection and the gate leaves rounds that nobody has gained by, and prompts that are
+    not asked again.
     """
-    last = max((_moment(record, "started_at") for record in runs.glob("*/4-train.json")), default=0.0)
+    trainings = [record for record in runs.glob("*/4-train.json") if _is_judged(record.parent)]
+    last = max((_moment(record, "started_at") for record in trainings), default=0.0)
     collected = [record for record in runs.glob("*/2-collect.json") if _moment(record, "finished_at") > last]
     return sum(len(_turns(record.parent / "prompts.jsonl")) for record in collected)
 
@@ -55,9 +58,20 @@ def asked_before(runs: Path) -> set[str]:
     return asked
 
 
+def _is_judged(run: Path) -> bool:
+    """Whether the gate has decided on what the run has trained, or found that there was nothing to decide."""
+    evaluated = run / "5-evaluate.json"
+    return (run / "6-decide.json").exists() or (evaluated.exists() and "ends" in _read(evaluated))
+
+
 def _moment(record: Path, name: str) -> float:
-    moment: float = json.loads(record.read_text(encoding="utf-8")).get(name, 0.0)
+    moment: float = _read(record).get(name, 0.0)
     return moment
+
+
+def _read(record: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+    return found
 
 
 def _turns(prompts: Path) -> list[list[str]]:

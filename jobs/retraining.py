@@ -72,8 +72,8 @@ class RetrainRequest:
 
     @property
     def runs(self) -> Path:
-        """The target's folder of runs."""
-        return Path(self.settings.runs).expanduser() / self.config.slug
+        """The target's folder of runs; absolute, since Ray's workers have other working directories."""
+        return Path(self.settings.runs).expanduser().absolute() / self.config.slug
 
     @property
     def store(self) -> str:
@@ -158,10 +158,11 @@ def _watched(steps: list[Step], failpoint: Callable[[str], None]) -> list[Step]:
 
 def _check_places(request: RetrainRequest) -> None:
     settings = request.settings
-    for key, place in (("store", request.store), ("runs", str(request.runs))):
-        if job_id() is not None and "://" not in place and not Path(place).is_absolute():
+    for key, place in (("store", settings.store), ("runs", settings.runs)):
+        is_uri = key == "store" and "://" in place
+        if job_id() is not None and not is_uri and not Path(place).expanduser().is_absolute():
             raise ConfigError(
-                f"retrain.{key} is {getattr(settings, key)!r}, but a submitted job runs in a copy of the working "
+                f"retrain.{key} is {place!r}, but a submitted job runs in a copy of the working "
                 "directory that is deleted; give an absolute path that all nodes see"
             )
 
@@ -233,15 +234,18 @@ class _Job:
                 wait_for_nodes_s=WAIT_FOR_NODES_S,
             )
         )
-        if code > 128:
+        if code > 128 or code == Ending.CUT_OFF.value:
             raise Stopped(code)
         if code not in (Ending.COMPLETE.value, Ending.PARTIAL.value):
             raise GraftError(f"the collection ended with exit code {code}")
         return {"exit_code": code}
 
     def compact(self, results: Results) -> Any:
-        """Merge small files."""
-        return asdict(TrajectoryStore(self.request.store).compact())
+        """Merge small files, unless it cannot be done now: another target's run may be merging the same store."""
+        try:
+            return asdict(TrajectoryStore(self.request.store).compact())
+        except StoreError as error:
+            return {"skipped": str(error)}
 
     def train(self, results: Results) -> Any:
         """Fit and register the challenger; goes on by itself where it was cut off."""
@@ -298,12 +302,16 @@ class _Job:
         return {"line": line, "report": str(report), "is_promoted": decision.is_promoted}
 
     def clean(self, results: Results) -> Any:
-        """Delete what the retention rule lets go."""
+        """Delete what the retention rule lets go; what cannot be deleted now goes at the next run's end."""
         store, days = TrajectoryStore(self.request.store), self.settings.keep_days
-        num_files = 0
+        forgotten: dict[str, Any] = {"num_forgotten_files": 0}
         if days is not None:
-            num_files = store.forget(before=(datetime.now(UTC) - timedelta(days=days)).date(), target=self.slug)
-        return {"num_forgotten_files": num_files, "num_deleted_files": len(store.vacuum())}
+            day = (datetime.now(UTC) - timedelta(days=days)).date()
+            try:
+                forgotten = {"num_forgotten_files": store.forget(before=day, target=self.slug)}
+            except StoreError as error:
+                forgotten = {"skipped": str(error)}
+        return {**forgotten, "num_deleted_files": len(store.vacuum())}
 
     def _drift(self) -> Drift:
         try:

@@ -58,8 +58,9 @@ def write_store(  # noqa: PLR0913
     source: str = "collect",
     misses: float = 0.0,
     slower: int = 1,
+    dense_only: bool = False,
 ) -> None:
-    """Commit a run of one unit: decoded and dense rounds of every prompt.
+    """Commit a run of one unit: decoded and dense rounds of every prompt, or dense ones alone.
 
     `misses`: how often the drafter has not the true story among a depth's candidates; `slower` multiplies the time of
     verifying.
@@ -76,6 +77,7 @@ def write_store(  # noqa: PLR0913
             words.append(int(follows[words[-1]]))
         own = _rounds(name, len(ids), words, follows, random, misses)
         own = [replace(record, verify_ns=slower * record.verify_ns) for record in own]
+        own = [record for record in own if record.kind == "dense" or not dense_only]
         rounds += own
         decoded = [record for record in own if record.kind == "decoded"]
         sequences.append(

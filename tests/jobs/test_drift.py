@@ -124,6 +124,11 @@ def test_without_anything_to_compare_with(place: Place, tmp_path: Path) -> None:
     place.registry.folder = replace(place.policy, data=replace(DATA, run_ids=("gone",))).save(tmp_path / "other")
     drift = find_drift(place.request)
     assert drift.verdict is Verdict.unknown and "no longer holds the rounds that champion v3" in drift.sentence
+    place.write(place.request.store, "dense-1", dense_only=True)
+    place.registry.created_at = datetime.now(UTC)
+    place.write(place.request.store, "serve-2", source="traffic")
+    place.registry.folder = replace(place.policy, data=replace(DATA, run_ids=("dense-1",))).save(tmp_path / "dense")
+    assert "no longer holds the rounds that champion v3" in find_drift(place.request).sentence
     place.registry.created_at = None
     assert find_drift(place.request).sentence == "drift cannot be measured (there is no champion yet)"
 

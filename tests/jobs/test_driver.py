@@ -152,7 +152,7 @@ def test_a_pool_without_workers_ends_the_run_with_what_is_finished_committed() -
         pool.is_gone = True
 
     result = drive(pool, log, number=4, failpoint=vanish)
-    assert result.ending is Ending.PARTIAL
+    assert result.ending is Ending.CUT_OFF
     assert (result.message, result.num_units_left) == ("all gone", 3)
     assert log.units == ["u0"]
 
@@ -182,7 +182,7 @@ def test_a_fenced_driver_stops_and_commits_nothing_more() -> None:
 def test_a_full_disk_ends_the_run_with_what_is_finished_committed() -> None:
     pool, log = FakePool(1, lambda unit_id, attempt: "error: disk full" if unit_id == "u2" else "ok"), FakeLog()
     result = Driver(pool, log, make_units(6)).run()
-    assert (result.ending, log.units) == (Ending.PARTIAL, ["u0", "u1"])
+    assert (result.ending, log.units) == (Ending.CUT_OFF, ["u0", "u1"])
     assert (result.num_units_left, result.set_aside) == (4, ())
     assert result.message == "the store cannot be written any more (error: disk full)"
     assert pool.attempts["u2"] == 1
@@ -191,7 +191,7 @@ def test_a_full_disk_ends_the_run_with_what_is_finished_committed() -> None:
 def test_a_log_that_cannot_be_written_ends_the_run() -> None:
     pool, log = FakePool(1), FakeLog(fail_at=1)
     result = Driver(pool, log, make_units(6), DriverSettings(commit_units=2)).run()
-    assert (result.ending, log.units) == (Ending.PARTIAL, ["u0", "u1"])
+    assert (result.ending, log.units) == (Ending.CUT_OFF, ["u0", "u1"])
     assert (result.num_units_committed, result.num_units_left) == (2, 4)
     assert result.message == "the log cannot be written"
 
@@ -229,6 +229,7 @@ def test_exit_codes_are_the_documented_ones() -> None:
         "complete": 0,
         "failed alike": 2,
         "partial": 3,
+        "cut off": 4,
         "fenced": 75,
         "interrupted": 130,
         "terminated": 143,

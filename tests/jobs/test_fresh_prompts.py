@@ -43,7 +43,8 @@ def test_only_finished_collections_count_as_asked(tmp_path: Path) -> None:
 
 def test_what_a_failed_run_has_collected_is_still_new(tmp_path: Path) -> None:
     prompts = [Prompt("a", "t", ("One.",)), Prompt("b", "t", ("Two.",))]
-    steps = {"1": {"2-collect": (1, 2), "4-train": (3, 4)}, "2": {"2-collect": (5, 6)}, "3": {"2-collect": (7, 8)}}
+    first = {"2-collect": (1, 2), "4-train": (3, 4), "5-evaluate": (4, 4), "6-decide": (4, 4)}
+    steps = {"1": first, "2": {"2-collect": (5, 6)}, "3": {"2-collect": (7, 8)}}
     for run, records in steps.items():
         (tmp_path / run).mkdir()
         write_prompts(tmp_path / run / "prompts.jsonl", prompts)
@@ -52,6 +53,12 @@ def test_what_a_failed_run_has_collected_is_still_new(tmp_path: Path) -> None:
             (tmp_path / run / f"{name}.json").write_text(json.dumps(record))
     assert count_unlearned(tmp_path) == 4
     (tmp_path / "3" / "4-train.json").write_text(json.dumps({"started_at": 9, "finished_at": 10}))
+    (tmp_path / "3" / "5-evaluate.json").write_text(json.dumps({"result": {}}))
+    assert count_unlearned(tmp_path) == 4  # trained, but never judged
+    (tmp_path / "3" / "5-evaluate.json").write_text(json.dumps({"ends": {"outcome": "kept v1"}}))
+    assert count_unlearned(tmp_path) == 0
+    (tmp_path / "3" / "5-evaluate.json").unlink()
+    (tmp_path / "3" / "6-decide.json").write_text(json.dumps({"result": {}}))
     assert count_unlearned(tmp_path) == 0
     (tmp_path / "3" / "prompts.jsonl").unlink()
     assert asked_before(tmp_path) == {prompt_hash(prompt.turns) for prompt in prompts}

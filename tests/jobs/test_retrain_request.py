@@ -12,6 +12,7 @@ import yaml
 from graft_dist.config import TargetConfig
 from graft_dist.errors import ConfigError
 from jobs.retrain import _parser, request_from
+from jobs.retraining import run
 
 
 @pytest.fixture
@@ -36,6 +37,23 @@ def test_a_submitted_job_trains_on_the_store_that_it_collects_into(
     training = made.policy_request(tmp_path / "training")
     expected = {"~/store": str(Path("~/store").expanduser())}.get(store, "/data/store")
     assert training.store == expected
+
+
+@pytest.mark.usefixtures("in_a_job")
+@pytest.mark.parametrize(("key", "place"), [("store", "store"), ("runs", "runs"), ("runs", "s3://bucket/runs")])
+def test_a_submitted_job_refuses_places_that_others_do_not_see(
+    tmp_path: Path, tiny_config: TargetConfig, key: str, place: str
+) -> None:
+    made = request(tmp_path, tiny_config, **{"store": "/data/store", "runs": str(tmp_path), key: place})
+    with pytest.raises(ConfigError, match=f"retrain.{key} is '{place}', but a submitted job"):
+        run(made)
+
+
+def test_runs_are_at_one_place_for_every_process(
+    tmp_path: Path, tiny_config: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert request(tmp_path, tiny_config, runs="runs").runs == tmp_path / "runs" / tiny_config.slug
 
 
 def test_impossible_options_are_said_in_a_sentence(tmp_path: Path, tiny_config: TargetConfig) -> None:

@@ -1,0 +1,31 @@
+"""The gate's evidence by replay, from a store whose prompts are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graft_dist.config import TargetConfig
+from graft_dist.drafter import fingerprint, read_config, read_tensors
+from graft_dist.prompt_source import PromptSource
+from graft_dist.retraining import Retraining
+from graft_dist.target import Target
+from jobs.evaluation import Evaluator
+from tests.graft_dist.policies import make_policy
+from tests.jobs.learning_store import write_store
+
+
+def test_evidence_is_of_the_prompts_that_have_rounds_to_replay(
+    tmp_path: Path, tiny_config: TargetConfig, tiny_llama: Target, tiny_drafter_folder: Path
+) -> None:
+    drafter = fingerprint(read_config(tiny_drafter_folder), read_tensors(tiny_drafter_folder)[0])
+    store = tmp_path / "store"
+    write_store(store, tiny_config, tiny_llama, drafter, 22)  # of which 5 are of the test split
+    write_store(store, tiny_config, tiny_llama, drafter, 42, run_id="dense", dense_only=True)  # and 10: these and more
+    policy = make_policy(
+        None, kind="fixed", gain=None, fixed_budget=3, max_budget=4, slug=tiny_config.slug,
+        target_fingerprint=tiny_llama.fingerprint, drafter_fingerprint=drafter,
+    )  # fmt: skip
+    settings = Retraining(prompts=(PromptSource(path="unread.jsonl"),), num_live_prompts=0, num_audit_prompts=0)
+    evaluator = Evaluator(tiny_config, settings, str(store), None)
+    found = evaluator.compare(None, (1, policy.save(tmp_path / "policy")))
+    assert found["live"] is None and found["replay"]["num_prompts"] == 5
