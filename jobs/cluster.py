@@ -23,6 +23,8 @@ from graft_dist.errors import ConfigError
 LOCAL_OBJECT_STORE_BYTES = 150_000_000
 """Only small records travel between driver and actors; Ray's default would take a third of the machine's memory."""
 
+_ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+"""Environment variables that name a cluster, the first set one before the others."""
 
 @dataclass(frozen=True)
 class Cluster:
@@ -147,11 +149,21 @@ def wait_until_fits(
 
 def dashboard_address(address: str | None) -> str:
     """The HTTP address that jobs are submitted to: the given one, else the environment's, else this machine's."""
-    environment = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
+    environment = next((os.environ[name] for name in _ADDRESSES if os.environ.get(name)), "")
     wanted = address or (environment if environment.startswith("http") else "http://127.0.0.1:8265")
     if not wanted.startswith(("http://", "https://")):
         raise ConfigError(f"--address is {wanted}, allowed is the URL of a Ray dashboard such as http://127.0.0.1:8265")
     return wanted
+
+
+@contextmanager
+def without_addresses() -> Iterator[None]:
+    """A block in which Ray's clients go where they are told: they would go to an address of the environment instead."""
+    taken = {name: os.environ.pop(name) for name in _ADDRESSES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
 
 
 def job_id() -> str | None:

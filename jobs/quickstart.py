@@ -30,6 +30,7 @@ from graft_dist.prompts import Prompt, starter_prompts_path
 from graft_dist.sampling import SamplingParams
 from jobs.generate_command import describe
 from jobs.ray_head import RayHead
+from jobs.ray_jobs import job_client
 from storage.query import query
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -88,7 +89,7 @@ def collect(request: QuickstartRequest) -> None:
         entrypoint = shlex.join(_collect_command(request))
         _title("Submitting the collect job")
         print(f"ray job submit --address {head.dashboard_url} --working-dir . -- {entrypoint}", flush=True)
-        client = JobSubmissionClient(head.dashboard_url)
+        client = job_client(head.dashboard_url)
         job = client.submit_job(entrypoint=entrypoint, runtime_env={"working_dir": str(REPOSITORY)})
         details = follow(client, job)
         if details.driver_exit_code != 0:

@@ -8,6 +8,7 @@ from typing import Any
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from jobs.cluster import without_addresses
 from jobs.job_queue import Job, JobState, QueueUnavailable
 
 _STATES = {
@@ -17,6 +18,12 @@ _STATES = {
     JobStatus.FAILED: JobState.failed,
     JobStatus.STOPPED: JobState.stopped,
 }
+
+
+def job_client(address: str) -> JobSubmissionClient:
+    """Ray's client of the jobs at `address`, whatever the environment says."""
+    with without_addresses():
+        return JobSubmissionClient(address)
 
 
 class RayJobs:
@@ -66,7 +73,7 @@ class RayJobs:
 
     def _connected(self) -> JobSubmissionClient:
         if self._client is None:
-            self._client = JobSubmissionClient(self.address)
+            self._client = job_client(self.address)
         return self._client
 
     def _unavailable(self, error: Exception) -> QueueUnavailable:

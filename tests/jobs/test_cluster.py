@@ -1,10 +1,13 @@
-"""A block that needs a cluster leaves the process as it found it."""
+"""A block that needs a cluster leaves the process as it found it, and clients go where they are told."""
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from jobs import cluster
+import pytest
+from ray.dashboard.utils import get_address_for_submission_client
+
+from jobs import cluster, ray_jobs
 
 
 @pytest.mark.parametrize("was_connected", [False, True])
@@ -20,3 +23,14 @@ def test_a_process_is_in_a_cluster_afterwards_if_it_was_before(
         assert found is joined and events == []
         raise KeyError
     assert events == ([] if was_connected else ["left"])
+
+
+def test_jobs_go_to_the_address_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = {"RAY_API_SERVER_ADDRESS": "http://elsewhere:1", "RAY_ADDRESS": "http://elsewhere:2"}
+    for name, address in elsewhere.items():
+        monkeypatch.setenv(name, address)
+    # Of Ray's client what chooses the address.
+    monkeypatch.setattr(ray_jobs, "JobSubmissionClient", get_address_for_submission_client)
+    assert ray_jobs.job_client("http://here:8265") == "http://here:8265"
+    assert {name: os.environ[name] for name in elsewhere} == elsewhere
+    assert cluster.dashboard_address(None) == "http://elsewhere:1"
