@@ -112,8 +112,8 @@ class SummaryRow:
     """One arm over one task's prompts, or over all: an entry of `summary.json`.
 
     speedup: plain decoding's seconds per token over the arm's, both summed over the same prompts; low and high bound
-    the
-        middle 95 % of it over resampled prompts. mean_budget: draft nodes verified per round.
+    the middle 95 % of it over resampled rows. mean_budget: draft nodes verified per round. num_prompts: rows, each of
+    one prompt, or of as many as were decoded together.
     """
 
     method: str

@@ -30,6 +30,10 @@ BUDGETED_METHODS = ("ddtree", "graft-fixed")
 """Methods whose budget is somebody's choice."""
 
 
+_MIN_ITEMS = 5
+"""Fewest work items for an interval to be shown: that of two or three is as good as none."""
+
+
 class Worker(Protocol):
     """What measures: a `BenchWorker`, here or behind a cluster."""
 
@@ -153,8 +157,9 @@ def render_table(out: Path) -> str:
         lines.append("")
     return "\n".join(
         [
-            "Speed-up over plain decoding on the same prompts, and the middle 95 % of it when prompts are drawn again.",
-            "In a folder tX-bY prompts were decoded Y at a time at temperature X.",
+            "Speed-up over plain decoding on the same prompts, and the middle 95 % of it when work items are drawn anew.",
+            "In a folder tX-bY prompts were decoded Y at a time at temperature X, and such a group is one work item.",
+            f"Below {_MIN_ITEMS} items no interval is shown.",
             "",
             *lines,
         ]
@@ -164,8 +169,12 @@ def render_table(out: Path) -> str:
 def _table_line(own: dict[str, dict[str, Any]], tasks: Sequence[str]) -> str:
     whole = own[ALL_TASKS]
     mat = "" if whole["mat"] is None else f"{whole['mat']:.2f}"
-    cells = [
-        f"{row['speedup']:.2f} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})" if row else ""
-        for row in map(own.get, tasks)
-    ]
+    cells = ["" if row is None else _speedup(row) for row in map(own.get, tasks)]
     return f"| {whole['method']} | {whole['budget']} | {mat} | {whole['tokens_per_s']:.1f} | {' | '.join(cells)} |"
+
+
+def _speedup(row: dict[str, Any]) -> str:
+    speedup = f"{row['speedup']:.2f}"
+    if row["num_prompts"] < _MIN_ITEMS:
+        return speedup
+    return f"{speedup} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 from contextlib import redirect_stdout
 from functools import cache
 from importlib import import_module
@@ -79,3 +80,19 @@ def test_make_targets_that_are_shown_exist() -> None:
     }
     assert {"quickstart", "test"} <= shown
     assert shown - targets == set()
+
+
+def test_what_a_shown_job_reads_is_sent_along_with_it() -> None:
+    """Of `--working-dir .` Ray leaves behind what .gitignore and .rayignore name, which git reads alike."""
+    submitted = {
+        word
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+        if "ray job submit" in line and "--working-dir ." in line
+        for word in line.split()
+        if (ROOT / word).is_file()
+    }
+    assert {"jobs/collect.py", "jobs/benchmark.py", "bench/paper.yaml"} <= submitted
+    git = ["git", "-c", f"core.excludesFile={ROOT / '.rayignore'}", "check-ignore", "--no-index", "--"]
+    left = subprocess.run([*git, *sorted(submitted)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (left.returncode, left.stdout, left.stderr) == (1, "", "")  # 1: none of them

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,21 @@ def test_a_group_that_cannot_be_decoded_is_counted_and_the_rest_goes_on(
     assert run.run() == 2  # alone, and in its group
     assert any("long was left out: plain: the prompt has" in line for line in said)
     assert {row["prompt_id"] for row in read_lines(tmp_path / tiny_config.slug / "t0-b1" / "raw.jsonl")} == {"m0", "m1"}
+
+
+def test_a_few_work_items_have_no_interval(tmp_path: Path) -> None:
+    def row(task: str, num_items: int) -> SummaryRow:
+        return SummaryRow("ddtree", 8, task, 1.5, 1.25, 1.75, 2.0, 10.0, 8.0, num_items)
+
+    for cell, num_items in (("t0-b1", 5), ("t0-b16", 4)):
+        (tmp_path / "tiny" / cell).mkdir(parents=True)
+        rows = [asdict(row("all", num_items)), asdict(row("math", 4))]
+        (tmp_path / "tiny" / cell / "summary.json").write_text(json.dumps(rows))
+    lines = [line for line in render_table(tmp_path).splitlines() if line.startswith("| ddtree |")]
+    assert lines == [
+        "| ddtree | 8 | 2.00 | 10.0 | 1.50 (1.25 to 1.75) | 1.50 |",
+        "| ddtree | 8 | 2.00 | 10.0 | 1.50 | 1.50 |",
+    ]
 
 
 def test_the_best_budget_is_the_fastest_over_all_prompts() -> None:
