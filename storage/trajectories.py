@@ -270,11 +270,6 @@ class TrajectoryStore:
             skipped=tuple(unit_id for unit_id in units if unit_id not in committed),
         )
 
-    def committed_units(self) -> set[str]:
-        """The ids of all units that count, over all targets and runs; empty when there is no store yet."""
-        log = self._open("sequences")
-        return set() if log is None else set(self._units_in(log))
-
     def _not_in(self, log: DeltaTable, units: Mapping[str, Mapping[str, FileInfo]]) -> list[FileInfo]:
         known = self._units_in(log)
         return [unit["sequences"] for unit_id, unit in units.items() if unit_id not in known]

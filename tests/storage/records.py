@@ -10,7 +10,7 @@ import numpy as np
 
 from graft_dist.rounds import RoundRecord, SequenceRecord
 from graft_dist.sampling import SamplingParams
-from storage import FileInfo, Provenance, TrajectoryStore, UnitKey
+from storage import FileInfo, Provenance, TrajectoryStore, UnitKey, connect
 
 DATASET = {"target_fingerprint": "t-1", "tokenizer_sha256": "k-1"}
 PROVENANCE = Provenance(
@@ -23,6 +23,12 @@ PROVENANCE = Provenance(
     hardware="cpu",
     software="graft-dist 0.1.0",
 )
+
+
+def committed_units(store: TrajectoryStore) -> set[str]:
+    """The ids of the units that readers see."""
+    with connect(str(store.root), threads=1) as connection:
+        return {row[0] for row in connection.execute("SELECT DISTINCT unit_id FROM sequences").fetchall()}
 
 
 def make_round(sequence_id: str, round_index: int, **changes: Any) -> RoundRecord:

@@ -7,7 +7,7 @@ from deltalake import DeltaTable
 from graft_dist.errors import StoreError
 from storage import TrajectoryStore, connect
 from storage.compaction import compact_table, live_files
-from tests.storage.records import DATASET, write_unit
+from tests.storage.records import DATASET, committed_units, write_unit
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_compaction_during_a_commit_is_kept(store):
             return chosen
 
     Interrupted(store.path).commit(write_unit(store, "u4", "a1"), "run", 5)
-    assert len(rows(store)) == 30 and store.committed_units() == {f"u{index}" for index in range(5)}
+    assert len(rows(store)) == 30 and committed_units(store) == {f"u{index}" for index in range(5)}
 
 
 def test_files_are_filled_up_to_the_size_asked_for(store):

@@ -17,7 +17,7 @@ from deltalake import DeltaTable
 from graft_dist.errors import GraftError, StoreError
 from storage import StoreFencedError, TrajectoryStore, UnitKey, connect, new_attempt, run_query
 from storage.schema import ROUNDS, SCHEMA_VERSION, SEQUENCES
-from tests.storage.records import DATASET, PROVENANCE, make_round, make_sequence, write_unit
+from tests.storage.records import DATASET, PROVENANCE, committed_units, make_round, make_sequence, write_unit
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_what_is_committed_can_be_read(store):
     result = store.commit(files, "run", 1)
     assert result.committed == ("u1",) and result.skipped == ()
     assert counts(store) == (2, 6)
-    assert store.committed_units() == {"u1"}
+    assert committed_units(store) == {"u1"}
 
 
 def test_values_survive_the_round_trip(store):
@@ -97,7 +97,7 @@ def test_many_units_are_one_commit_per_table(store):
 def test_a_unit_of_failed_prompts_has_no_rounds(store):
     failed = make_sequence("s", 0, finish_reason="error", error="prompt is empty", output_token_ids=[])
     store.commit(store.write_unit(UnitKey(unit_id="u", attempt="a", run_id="run"), PROVENANCE, [failed], []), "run", 1)
-    assert counts(store) == (1, 0) and store.committed_units() == {"u"}
+    assert counts(store) == (1, 0) and committed_units(store) == {"u"}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_second_driver_of_the_same_run_is_fenced(store):
     with pytest.raises(StoreFencedError, match="another driver of run 'run'") as caught:
         first.commit(write_unit(first, "u3", "a3"), "run", 2)
     assert isinstance(caught.value, GraftError)
-    assert second.committed_units() == {"u1", "u2"} and counts(store) == (4, 12)
+    assert committed_units(second) == {"u1", "u2"} and counts(store) == (4, 12)
 
 
 def test_a_fenced_driver_is_told_even_if_it_has_nothing_new(store):
@@ -233,7 +233,7 @@ def test_threads_committing_at_once_lose_and_double_nothing(store):
         thread.start()
     for thread in threads:
         thread.join()
-    assert store.committed_units() == {f"u{index}" for index in range(5)} and counts(store) == (10, 30)
+    assert committed_units(store) == {f"u{index}" for index in range(5)} and counts(store) == (10, 30)
 
 
 # ------------------------------------------------------------------ crashes
@@ -251,7 +251,7 @@ def test_killed_while_writing(store):
 def test_killed_between_rename_and_commit(store):
     write_unit(store, "u1", "a1")
     resumed = TrajectoryStore(store.path)
-    assert resumed.committed_units() == set() and counts(store) == (0, 0)
+    assert committed_units(resumed) == set() and counts(store) == (0, 0)
     resumed.commit(write_unit(resumed, "u1", "a2"), "run", resumed.begin("run", "tiny", DATASET))
     assert attempts(store) == [("u1", "a2", "a2")] and counts(store) == (2, 6)
 
@@ -272,7 +272,7 @@ def commit_rounds_only(store, files, seq):
 def test_killed_between_the_two_commits(store):
     commit_rounds_only(store, write_unit(store, "u1", "a1"), 1)
     assert store.snapshot().rounds_files and not store.snapshot().sequences_files
-    assert counts(store) == (0, 0) and store.committed_units() == set()
+    assert counts(store) == (0, 0) and committed_units(store) == set()
     resumed = TrajectoryStore(store.path)
     seq = resumed.begin("run", "tiny", DATASET)
     assert seq == 2
@@ -296,7 +296,7 @@ def test_a_damaged_file_is_not_committed(store, damage):
     path.write_bytes(body[:-9] if damage == "cut" else body[:50] + bytes([body[50] ^ 1]) + body[51:])
     with pytest.raises(StoreError, match="is not the file that was written"):
         store.commit(files, "run", 1)
-    assert store.committed_units() == set()
+    assert committed_units(store) == set()
 
 
 def test_a_wrong_description_is_not_committed(store):
@@ -367,7 +367,7 @@ def test_a_store_that_is_not_there_is_an_empty_snapshot(tmp_path):
     snapshot = store.snapshot()
     assert snapshot.sequences_files == () and snapshot.name == "sequences@-1+rounds@-1"
     assert store.snapshot(-1, -1) == snapshot
-    assert not store.exists and store.committed_units() == set()
+    assert not store.exists
     assert not (tmp_path / "nothing").exists()
 
 
@@ -411,7 +411,7 @@ def test_on_a_full_disk_nothing_is_committed_and_nothing_is_lost(store):
         with pytest.raises(StoreError, match=r"no trajectory store can be made at .*: File too large"):
             TrajectoryStore(store.path.parent / "other").begin("run", "tiny", DATASET)
     assert str(refused.value).isascii() and "\n" not in str(refused.value)
-    assert store.committed_units() == set()
+    assert committed_units(store) == set()
     assert list((store.path / "_tmp").iterdir()) == []
     assert store.commit(files, "run", turn).committed == ("u1",)
 
@@ -572,7 +572,7 @@ def test_a_file_with_a_changed_type_is_refused_at_commit(store):
     changed = dataclasses.replace(rounds, size=path.stat().st_size, sha256=sha256)
     with pytest.raises(StoreError, match="column 'budget' as string, but the table has it as int32"):
         store.commit([changed, sequences], "run", 1)
-    assert store.committed_units() == set()
+    assert committed_units(store) == set()
 
 
 # ------------------------------------------------------------------ upkeep
@@ -586,7 +586,7 @@ def test_compaction_keeps_rows_and_units(store):
     assert (result.num_files_before, result.num_files_after) == (12, 2)
     assert counts(store) == before and len(store.snapshot().rounds_files) == 1
     fresh = TrajectoryStore(store.path)
-    assert fresh.committed_units() == {f"u{index}" for index in range(6)}
+    assert committed_units(fresh) == {f"u{index}" for index in range(6)}
     assert fresh.begin("run", "tiny", DATASET) == 7  # the log still knows what was committed with
     assert fresh.commit(write_unit(fresh, "u0", "a2"), "run", 7).skipped == ("u0",)
 
