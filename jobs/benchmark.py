@@ -30,7 +30,7 @@ from jobs.arguments import count, is_absolute
 from jobs.bench_plan import BenchPlan, Cell, Group, first_of_each_task, measured_prompts, read_plan, tuning_prompts
 from jobs.bench_run import BenchRun, render_table
 from jobs.bench_worker import BenchWorker
-from jobs.cluster import check_fits, connect, job_id
+from jobs.cluster import Room, check_fits, connect, job_id, reserved
 from jobs.out_file import make_out_folder, write_aside
 
 MAX_RESTARTS = 2
@@ -38,11 +38,15 @@ MAX_RESTARTS = 2
 
 
 class RayWorker:
-    """A `BenchWorker` on the cluster, with cores and GPUs of its own."""
+    """A `BenchWorker` on the cluster, in a room of its own."""
 
-    def __init__(self, config: TargetConfig, plan: BenchPlan, num_cpus: int, num_gpus: float) -> None:
+    def __init__(self, config: TargetConfig, plan: BenchPlan, num_cpus: int, num_gpus: float, room: Room) -> None:
         actor_class = ray.remote(
-            num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            max_restarts=MAX_RESTARTS,
+            max_task_retries=MAX_RESTARTS,
+            scheduling_strategy=room,
         )(BenchWorker)
         self._actor: Any = actor_class.remote(config, plan, num_cpus)
 
@@ -54,10 +58,6 @@ class RayWorker:
 
     def measure(self, cell: Cell, arms: Sequence[Arm], turn: int, group: Group) -> list[Measurement] | str:
         return _result(self._actor.measure.remote(cell, arms, turn, group))
-
-    def close(self) -> None:
-        """Give the cores back."""
-        ray.kill(self._actor)
 
 
 def _result(call: Any) -> Any:
@@ -106,14 +106,12 @@ def _run(options: argparse.Namespace) -> int:
         for config in configs:
             num_cpus = config.threads or max(1, int(config.resources.num_cpus))
             check_fits(cluster.resources, 1, num_cpus, config.resources.num_gpus, who="benchmark actors")
-            worker = RayWorker(config, plan, num_cpus, config.resources.num_gpus)
-            try:
+            with reserved(num_cpus, config.resources.num_gpus, who="the benchmark's actor") as room:
+                worker = RayWorker(config, plan, num_cpus, config.resources.num_gpus, room)
                 run = BenchRun(
                     plan=plan, config=config, worker=worker, measured=measured, tuning=tuning, out=options.out
                 )
                 num_failed += run.run()
-            finally:
-                worker.close()
             write_aside(options.out / "table.md", render_table(options.out))
     finally:
         if cluster.is_local:

@@ -14,17 +14,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import ray
 import ray.util
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from graft_dist.errors import ConfigError
 
 LOCAL_OBJECT_STORE_BYTES = 150_000_000
 """Only small records travel between driver and actors; Ray's default would take a third of the machine's memory."""
 
+WAIT_FOR_ROOM_S = 900.0
+"""For other jobs to give back what they use, or a cluster that scales by itself to start a node."""
+
 _ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Environment variables that name a cluster, the first set one before the others."""
+
+Room = PlacementGroupSchedulingStrategy | Literal["DEFAULT"]
+"""A place on the cluster, as Ray takes it for a `scheduling_strategy`."""
+
+
+class ClusterBusyError(ConfigError):
+    """There was no room on the cluster in time; later there may be."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -136,15 +150,48 @@ def wait_until_fits(
     else:
         return
     say(f"the cluster is too small yet; waiting up to {wait_s:g} s for it to start nodes")
+    with _placement(num_actors, num_cpus, num_gpus) as group:
+        _wait_for(group, wait_s)
+    check_fits(ray.cluster_resources(), num_actors, num_cpus, num_gpus, who)
+
+
+@contextmanager
+def reserved(num_cpus: float, num_gpus: float, who: str, wait_s: float = WAIT_FOR_ROOM_S) -> Iterator[Room]:
+    """Room for one actor or task, to be given to it as its `scheduling_strategy`, once others have left so much.
+
+    What still runs in it at the block's end is killed. Raises `ClusterBusyError` when it is not free within `wait_s`:
+    Ray itself would wait for ever without saying why.
+    """
+    if num_cpus == num_gpus == 0:  # fits everywhere, but Ray makes no empty group
+        yield "DEFAULT"
+        return
+    with _placement(1, num_cpus, num_gpus) as group:
+        if not _wait_for(group, wait_s):
+            free = ray.available_resources()
+            raise ClusterBusyError(
+                f"there was no room for {who} within {wait_s:g} s: it needs {num_cpus:g} CPUs and {num_gpus:g} GPUs on "
+                f"one node, and the whole cluster has {free.get('CPU', 0):g} and {free.get('GPU', 0):g} free; start "
+                "again when other jobs have ended"
+            )
+        yield PlacementGroupSchedulingStrategy(group)
+
+
+@contextmanager
+def _placement(num_bundles: int, num_cpus: float, num_gpus: float) -> Iterator[PlacementGroup]:
     bundle = {name: each for name, each in (("CPU", num_cpus), ("GPU", num_gpus)) if each > 0}
-    group = ray.util.placement_group([bundle] * num_actors)
+    group = ray.util.placement_group([bundle] * num_bundles)
     try:
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and not group.wait(2):  # in short turns, between which signals are heard
-            pass
+        yield group
     finally:
         ray.util.remove_placement_group(group)
-    check_fits(ray.cluster_resources(), num_actors, num_cpus, num_gpus, who)
+
+
+def _wait_for(group: PlacementGroup, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    while not group.wait(2):  # in short turns, between which signals are heard
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 def dashboard_address(address: str | None) -> str:

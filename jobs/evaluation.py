@@ -20,7 +20,7 @@ from graft_dist.policy import GraftPolicy
 from graft_dist.retraining import Retraining
 from graft_dist.target import read_embeddings
 from graft_dist.trial import Arm, Trial, run_trial
-from jobs.cluster import connected
+from jobs.cluster import connected, reserved
 from jobs.gate import Evidence, Side, compare
 from jobs.learning_data import LearningData, decoded_rounds, open_snapshot, read_learning_data
 from jobs.live_trial import Audit, LivePlan, LiveTrial, Turns, run_live
@@ -111,7 +111,7 @@ class Evaluator:
         requests = _test_requests(data, max(settings.num_live_prompts, settings.num_audit_prompts))
         if not requests:
             return None, None
-        resources = self.config.resources
+        cpus, gpus = self.config.resources.num_cpus, self.config.resources.num_gpus
         plan = LivePlan(
             config=self.config,
             requests=requests,
@@ -121,11 +121,11 @@ class Evaluator:
             challenger=str(challenger[1]),
             champion=None if champion is None else str(champion[1]),
             ddtree_budget=self.config.budget,
-            num_threads=self.config.threads or max(1, int(resources.num_cpus)),
+            num_threads=self.config.threads or max(1, int(cpus)),
         )
         try:
-            with connected(self.address):
-                task = ray.remote(num_cpus=resources.num_cpus, num_gpus=resources.num_gpus, max_retries=1)(run_live)
+            with connected(self.address), reserved(cpus, gpus, who="the live trial") as room:
+                task = ray.remote(num_cpus=cpus, num_gpus=gpus, max_retries=1, scheduling_strategy=room)(run_live)
                 found: LiveTrial = ray.get(task.remote(plan))
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, GraftError):  # its own sentence, without Ray's copy of the traceback

@@ -20,7 +20,7 @@ from graft_dist.drift import Drift, Verdict
 from graft_dist.errors import ConfigError, GraftError, RegistryError, StoreError
 from graft_dist.retraining import Retraining
 from graft_dist.sampling import SamplingParams
-from jobs.cluster import job_id
+from jobs.cluster import ClusterBusyError, job_id
 from jobs.collection import CollectRequest
 from jobs.collection import run as collect
 from jobs.decode_spec import DecodeSpec
@@ -272,7 +272,11 @@ class _Job:
             beside = self.folder / "champion"
             shutil.rmtree(beside, ignore_errors=True)
             theirs = (champion, Path(shutil.copytree(registry.fetch(self.slug, champion), beside)))
-        return {"champion": champion, **evaluator.compare(theirs, ours)}
+        try:
+            return {"champion": champion, **evaluator.compare(theirs, ours)}
+        except ClusterBusyError as error:
+            say(str(error))
+            raise Stopped(EXIT_FAILED) from error
 
     def decide(self, results: Results) -> Any:
         """Promote or keep; the reason and the numbers become tags of the version, and a report."""

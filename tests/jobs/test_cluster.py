@@ -1,10 +1,11 @@
-"""A block that needs a cluster leaves the process as it found it, and clients go where they are told."""
+"""A block that needs a cluster leaves the process as it found it, gets its room, and goes where it is told."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+import ray
 from ray.dashboard.utils import get_address_for_submission_client
 
 from jobs import cluster, ray_jobs
@@ -34,3 +35,19 @@ def test_jobs_go_to_the_address_that_was_given(monkeypatch: pytest.MonkeyPatch) 
     assert ray_jobs.job_client("http://here:8265") == "http://here:8265"
     assert {name: os.environ[name] for name in elsewhere} == elsewhere
     assert cluster.dashboard_address(None) == "http://elsewhere:1"
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_room_that_others_hold_is_waited_for_and_then_said_to_be_missing(joinable: str) -> None:
+    with cluster.connected(joinable):
+        with cluster.reserved(1.5, 0, who="the first") as room:
+            task = ray.remote(num_cpus=1.5, scheduling_strategy=room)(lambda: 7)
+            assert ray.get(task.remote()) == 7
+            with (
+                pytest.raises(cluster.ClusterBusyError, match="no room for the second within 0 s: it needs 1 CPUs"),
+                cluster.reserved(1, 0, who="the second", wait_s=0),
+            ):
+                pytest.fail("there was room")
+        with cluster.reserved(1, 0, who="the third"):
+            pass

@@ -16,6 +16,7 @@ from graft_dist.errors import GraftError, StoreError
 from graft_dist.prompt_source import PromptSource
 from graft_dist.retraining import Retraining
 from jobs import retraining
+from jobs.cluster import ClusterBusyError
 from jobs.driver import Ending
 from jobs.policy_training import PolicyRequest
 from jobs.retraining import RetrainRequest
@@ -130,6 +131,9 @@ def test_upkeep_that_meets_anothers_is_left_out(run: Callable[[str], int], troub
 def test_a_challenger_that_was_not_judged_is_trained_again(
     run: Callable[[str], int], trouble: Trouble, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    trouble.evaluates = ClusterBusyError("there was no room")
+    assert run("1") == 1  # the same run goes on, once there is
+    assert "end" not in records(tmp_path, "1") and "train" in records(tmp_path, "1")
     trouble.evaluates = GraftError("a file was gone")
     assert run("1") == 1
     assert records(tmp_path, "1")["end"]["line"] == "failed at step evaluate: a file was gone"
