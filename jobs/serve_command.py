@@ -127,7 +127,7 @@ def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any
         args["threads"] = request.threads
     if request.api_keys_file is not None:
         args["api_keys_file"] = str(request.api_keys_file.resolve())
-    policy = request.policy or _shipped(settings)
+    policy = request.policy or default_policy(settings)
     pin = None if policy == "none" else {"folder": _folder(policy)}
     return {
         "name": settings.slug,
@@ -138,7 +138,7 @@ def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any
     }
 
 
-def _shipped(settings: TargetConfig) -> str:
+def default_policy(settings: TargetConfig) -> str:
     """The policy that comes with the package, where the drafter is the one that it was learned with; else "none"."""
     builtin = f"builtin:{settings.slug}"
     return builtin if settings.drafter == builtin and shipped_policy(settings.slug) is not None else "none"
