@@ -18,7 +18,6 @@ from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 
-
 _PLAIN = Arm(BASELINE, 0)
 
 

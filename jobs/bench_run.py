@@ -157,7 +157,7 @@ def render_table(out: Path) -> str:
         lines.append("")
     return "\n".join(
         [
-            "Speed-up over plain decoding on the same prompts, and the middle 95 % of it when work items are drawn anew.",
+            "Speed-up over plain decoding on the same prompts, and the middle 95 % when work items are drawn anew.",
             "In a folder tX-bY prompts were decoded Y at a time at temperature X, and such a group is one work item.",
             f"Below {_MIN_ITEMS} items no interval is shown.",
             "",

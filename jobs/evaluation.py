@@ -86,7 +86,7 @@ class Evaluator:
             scorers["champion"] = theirs.replay_scorer(embeddings, data.shape.num_hidden)
             arms.append(Arm(f"champion {their_name}", "champion", lambda: theirs.budget_policy(cost)))
         # Those with rounds to replay alone: they are what the interval is drawn from.
-        ids = {each.sequence_id for each in data.splits["test"] if each.num_decoded > 0}
+        ids = {each.key for each in data.splits["test"] if each.num_decoded > 0}
         prompt_of = {name: prompt for name, prompt in data.prompt_of("test").items() if name in ids}
         rounds = decoded_rounds(data, self.store, self.config.slug, "test")
         most = max(ours.max_budget, theirs.max_budget if theirs is not None else 0)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from graft_dist.bench import ORACLE
 from graft_dist.config import TargetConfig
 from graft_dist.cost_curve import CostCurve, read_cost_curve
 from graft_dist.errors import PolicyError
-from graft_dist.bench import ORACLE
 from graft_dist.policy import LEARNED_METHODS, GraftPolicy, shipped_policy
 
 
