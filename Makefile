@@ -35,15 +35,14 @@ demo: setup  ## learn, serve, learn again under load, refuse, roll back; writes 
 
 test: setup check  ## set up, then lint, types and every test
 
-# Every step runs even when an earlier one fails, so that one run shows all there is to mend; the tests come last. One
-# process takes the tests that start Ray, one after another, the other those that do not (tests/conftest.py groups them).
+# Every step runs even when an earlier one fails, so that one run shows all there is to mend; the tests come last.
 check: setup  ## lint, types and every test with coverage, in the environment as it is
 	@failed=""; \
 	$(BIN)/ruff check . || failed="$$failed ruff-check"; \
 	$(BIN)/ruff format --check . || failed="$$failed ruff-format"; \
 	$(BIN)/mypy || failed="$$failed mypy"; \
 	if [ -n "$$failed" ]; then echo "failed before the tests:$$failed"; fi; \
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --cov --cov-report=term || failed="$$failed pytest"; \
+	$(BIN)/python -m pytest --cov --cov-report=term || failed="$$failed pytest"; \
 	test -z "$$failed"
 
 lock:  ## resolve the dependencies of pyproject.toml anew and write requirements.lock

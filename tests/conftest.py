@@ -45,12 +45,6 @@ _CORPUS = (
 )
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Of several test processes one takes all tests that start Ray: two clusters would fight over the CPUs."""
-    if item.get_closest_marker("ray") is not None:
-        item.add_marker(pytest.mark.xdist_group("ray"))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny models are slower with more threads, and other processes want theirs."""
