@@ -54,6 +54,13 @@ class DraftTree:
         index = int(_find_child(self.tokens, self.parents, node, token))
         return None if index < 0 else index
 
+    def follow(self, token_ids: Sequence[int] | Int32Array) -> list[int]:
+        """Return the nodes that these tokens lead through, from a child of the root on, as deep as the tree goes."""
+        nodes = np.zeros((1, len(token_ids)), np.int32)
+        wanted = np.array(token_ids, np.int32).reshape(nodes.shape)
+        _follow_all(self.tokens[None], self.parents[None], np.array([self.num_nodes], np.int32), wanted, nodes)
+        return nodes[nodes > 0].tolist()
+
     def path(self, node: int) -> list[int]:
         """Return the node indices from the root (excluded) down to `node` (included)."""
         nodes: list[int] = []
@@ -128,6 +135,12 @@ class TreeBatch:
         """Return one tree; its arrays are views."""
         own = (slot, slice(int(self.num_nodes[slot]) + 1))
         return DraftTree(self.tokens[own], self.parents[own], self.depths[own], self.scores[own], self.ranks[own])
+
+    def follow(self, token_ids: Int32Array) -> Int32Array:
+        """`DraftTree.follow` for each slot: nodes [S, D] for tokens [S, D], 0 from where a tree does not hold them."""
+        nodes = np.zeros_like(token_ids)
+        _follow_all(self.tokens, self.parents, self.num_nodes, token_ids, nodes)
+        return nodes
 
 
 def build_trees(
@@ -213,6 +226,20 @@ def _find_child(tokens: Int32Array, parents: Int32Array, node: int, token: int) 
         if parents[index] == node and tokens[index] == token:
             return index
     return -1
+
+
+@njit(cache=True)
+def _follow_all(
+    tokens: Int32Array, parents: Int32Array, num_nodes: Int32Array, wanted: Int32Array, nodes: Int32Array
+) -> None:
+    """Fill `nodes` [S, D], all 0 so far; children stand behind their parents, so a tree is passed through once."""
+    for slot in range(len(wanted)):
+        end, node = num_nodes[slot] + 1, 0
+        for depth in range(wanted.shape[1]):
+            node = _find_child(tokens[slot, :end], parents[slot, :end], node, wanted[slot, depth])
+            if node < 0:
+                break
+            nodes[slot, depth] = node
 
 
 @njit(cache=True)

@@ -36,9 +36,6 @@ class KnownAnswer:
         if not known or known[0] != tree.tokens[0]:
             return self._unknown.marginals(tree, state)
         gains = np.zeros(tree.num_nodes)
-        last, depth = 0, 1
-        for node in range(1, tree.num_nodes + 1):  # parents stand before their children
-            if depth < len(known) and tree.parents[node] == last and tree.tokens[node] == known[depth]:
-                gains[node - 1] = 1.0
-                last, depth = node, depth + 1
+        for node in tree.follow(known[1:]):
+            gains[node - 1] = 1.0
         return gains

@@ -184,32 +184,21 @@ def walk_rounds(rounds: RecordedRounds, scorer: EdgeScorer, max_budget: int, max
     hidden = None if rounds.hidden is None else torch.from_numpy(rounds.hidden)
     scores = scorer.score(rounds.root_tokens, rounds.candidate_ids, rounds.log_probs, hidden)
     trees = build_trees(rounds.root_tokens, rounds.candidate_ids, scores, max_budget, limits)
-    path_nodes, first_nodes = np.zeros_like(rounds.followed), np.zeros_like(rounds.followed)
-    _find_followed(trees.tokens, trees.parents, trees.depths, trees.num_nodes, rounds.followed, path_nodes, first_nodes)
-    return Walk(trees, cap, limits, path_nodes, first_nodes)
+    first_nodes = np.zeros_like(rounds.followed)
+    _find_first(trees.tokens, trees.depths, trees.num_nodes, rounds.followed, first_nodes)
+    return Walk(trees, cap, limits, trees.follow(rounds.followed), first_nodes)
 
 
 @njit(cache=True)
-def _find_followed(
-    tokens: Int32Array,
-    parents: Int32Array,
-    depths: Int32Array,
-    num_nodes: Int32Array,
-    followed: Int32Array,
-    path_nodes: Int32Array,
-    first_nodes: Int32Array,
+def _find_first(
+    tokens: Int32Array, depths: Int32Array, num_nodes: Int32Array, followed: Int32Array, first_nodes: Int32Array
 ) -> None:
-    """Fill `path_nodes` and `first_nodes` [S, D], all 0 so far; parents precede children, so one pass is enough."""
+    """Fill `first_nodes` [S, D], all 0 so far."""
     for slot in range(len(tokens)):
         for node in range(1, num_nodes[slot] + 1):
             at = depths[slot, node] - 1
-            if tokens[slot, node] != followed[slot, at]:
-                continue
-            if first_nodes[slot, at] == 0:
+            if tokens[slot, node] == followed[slot, at] and first_nodes[slot, at] == 0:
                 first_nodes[slot, at] = node
-            # Below depth 1 the parent is at least 1, so a path that is not in the tree (0) never matches.
-            if parents[slot, node] == (0 if at == 0 else path_nodes[slot, at - 1]):
-                path_nodes[slot, at] = node
 
 
 def choose_budgets(

@@ -228,13 +228,9 @@ def _grown(record: RoundRecord, dense_budget: int) -> _Grown:
     )
     tree = build_tree(record.root_token, record.candidate_ids, scores[0], dense_budget, len(record.followed))
     wanted = np.full(tree.num_nodes + 1, UNKNOWN, np.int32)
-    path = [0]
-    for token in record.followed.tolist():
-        wanted[path[-1]] = token
-        child = tree.child(path[-1], token)
-        if child is None:
-            break
-        path.append(child)
+    path = [0, *tree.follow(record.followed)]
+    for node, token in zip(path, record.followed.tolist(), strict=False):  # the deepest node may have nothing after it
+        wanted[node] = token
     return _Grown(tree.tokens, tree.parents, tree.depths, wanted, path)
 
 

@@ -169,6 +169,14 @@ def test_literal_case() -> None:
     assert np.exp(tree.scores[1:]) == pytest.approx([0.6, 0.54, 0.3, 0.27, 0.06], rel=1e-5)
     assert tree.child(0, 11) == 3 and tree.child(3, 20) == 4 and tree.child(3, 21) is None
     assert tree.path(5) == [1, 5] and tree.path(0) == []
+    assert [tree.follow(ids) for ids in ([11, 20], [10, 21, 20], [10, 99, 20], [20], [])] == [
+        [3, 4],
+        [1, 5],
+        [1],
+        [],
+        [],
+    ]
+    assert tree.take(3).follow([11, 20]) == [3] and root_tree(ROOT).follow([10]) == []
 
 
 def test_unsorted_candidates_under_each_parent() -> None:
