@@ -27,11 +27,10 @@ import torch
 
 from graft_dist.config import TargetConfig, load_config
 from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, TdesScorer
-from graft_dist.errors import GraftError
 from graft_dist.learning.tdes import TdesTraining
 from graft_dist.replay import ALL_TASKS
 from graft_dist.target import read_embeddings
-from jobs.arguments import count, whole_number
+from jobs.arguments import count, run_job, whole_number
 from jobs.budget_candidate import REPORTED_BUDGETS
 from jobs.laboratory import Laboratory, recorded_costs, try_scorer
 from jobs.learning_data import LearningData, open_snapshot, read_learning_data
@@ -231,14 +230,7 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and return the exit code."""
     options = _parser().parse_args(argv)
-    try:
-        return run(request_from(options))
-    except GraftError as error:
-        print(f"ablation: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        print("ablation: stopped; the same command goes on with what is missing", file=sys.stderr, flush=True)
-        return 130
+    return run_job("ablation", "goes on with what is missing", lambda: run(request_from(options)))
 
 
 def request_from(options: argparse.Namespace) -> AblationRequest:

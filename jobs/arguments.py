@@ -1,14 +1,15 @@
-"""Command-line arguments that the jobs share: their parser, and values whose mistakes are said in a plain sentence."""
+"""What the jobs' command lines share: a parser, values whose mistakes are said in a plain sentence, how a job ends."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from graft_dist.errors import ConfigError
+from graft_dist.errors import ConfigError, GraftError
 from jobs.cluster import job_id
 
 Value = TypeVar("Value")
@@ -25,6 +26,21 @@ def job_parser(prog: str, description: str | None, *, needs_prompts: bool = True
         add("--prompts", required=True, nargs="+", metavar="FILE", help="JSONL files of prompts")
     add("--address", help='of the Ray cluster (default: RAY_ADDRESS, else one that runs here); "local" starts one')
     return parser
+
+
+def run_job(name: str, again: str, work: Callable[[], int]) -> int:
+    """Do a job's work and return the exit code: its own, 2 where it cannot work, 130 when it was interrupted.
+
+    `again` tells whoever interrupts the job what the same command does next.
+    """
+    try:
+        return work()
+    except GraftError as error:
+        print(f"{name}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{name}: stopped; the same command {again}", file=sys.stderr, flush=True)
+        return 130
 
 
 def check_folders(out: str, store: str) -> None:

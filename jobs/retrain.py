@@ -27,10 +27,10 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 from pydantic import ValidationError
 
 from graft_dist.config import load_config
-from graft_dist.errors import ConfigError, GraftError
+from graft_dist.errors import ConfigError
 from graft_dist.retraining import Retraining
 from jobs import train
-from jobs.arguments import count, job_parser
+from jobs.arguments import count, job_parser, run_job
 from jobs.registry_command import tracking_uri
 from jobs.retraining import WAIT_FOR_NODES_S, RetrainRequest, run
 from storage.place import Place
@@ -40,14 +40,7 @@ def main(argv: Sequence[str] | None = None, failpoint: Callable[[str], None] = l
     """Parse, run, and return the exit code; `failpoint` is for tests."""
     options = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminate)
-    try:
-        return run(request_from(options), failpoint)
-    except GraftError as error:
-        print(f"retrain: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        print("retrain: stopped; the same command goes on at this step", file=sys.stderr, flush=True)
-        return 130
+    return run_job("retrain", "goes on at this step", lambda: run(request_from(options), failpoint))
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

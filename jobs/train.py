@@ -20,9 +20,8 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from graft_dist.config import load_config
-from graft_dist.errors import GraftError
 from graft_dist.learning.tdes import TdesTraining
-from jobs.arguments import check_folders, count, job_parser, whole_number
+from jobs.arguments import check_folders, count, job_parser, run_job, whole_number
 from jobs.policy_training import PolicyRequest, run
 from jobs.registry_command import tracking_uri
 from jobs.scorer_training import Placement
@@ -31,14 +30,7 @@ from jobs.scorer_training import Placement
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and return the exit code."""
     options = parser().parse_args(argv)
-    try:
-        return run(request_from(options))
-    except GraftError as error:
-        print(f"train: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        print("train: stopped; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
-        return 130
+    return run_job("train", "goes on from the last checkpoint", lambda: run(request_from(options)))
 
 
 def request_from(options: argparse.Namespace) -> PolicyRequest:

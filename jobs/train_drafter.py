@@ -20,23 +20,16 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from graft_dist.config import load_config
-from graft_dist.errors import ConfigError, GraftError
+from graft_dist.errors import ConfigError
 from graft_dist.learning.drafter import DrafterTraining
-from jobs.arguments import check_folders, count, from_zero, job_parser, list_of, positive, whole_number
+from jobs.arguments import check_folders, count, from_zero, job_parser, list_of, positive, run_job, whole_number
 from jobs.drafter_training import DrafterRequest, DrafterShape, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and return the exit code."""
     options = _parser().parse_args(argv)
-    try:
-        return run(request_from(options))
-    except GraftError as error:
-        print(f"train_drafter: {error}", file=sys.stderr, flush=True)
-        return 2
-    except KeyboardInterrupt:
-        print("train_drafter: stopped; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
-        return 130
+    return run_job("train_drafter", "goes on from the last checkpoint", lambda: run(request_from(options)))
 
 
 def request_from(options: argparse.Namespace) -> DrafterRequest:
