@@ -161,11 +161,13 @@ def _data(run: LearnedRun, about: str) -> str:
 def _recipe(run: LearnedRun) -> str:
     made = run.run["provenance"]
     spent = datetime.fromisoformat(run.report["finished_at"]) - datetime.fromisoformat(made["started_at"])
+    minutes = round(spent.total_seconds() / 60)
+    took = f"{minutes} minute{'' if minutes == 1 else 's'}"
     resumed = ", interruptions included," if run.report.get("is_resumed") else ""
     settings = "\n".join(f"{name}: {value}" for name, value in run.run["settings"].items() if value is not None)
     return (
         f"## Recipe\n\n```sh\n{shlex.join(['python', *made['command']])}\n```\n\n"
-        f"{spent.total_seconds() / 60:.0f} minutes from start to end{resumed} on {made['machine']['cpu']}, at commit "
+        f"{took} from start to end{resumed} on {made['machine']['cpu']}, at commit "
         f"`{made['commit']}`, with these settings:\n\n```yaml\n{settings}\n```"
     )
 

@@ -77,6 +77,9 @@ def test_the_card_shows_what_the_run_found_and_a_false_figure_is_named(tmp_path:
     (tmp_path / "report.json").write_text(json.dumps({**report, "is_resumed": True}))
     assert main(arguments(tmp_path, to)) == 0
     assert "30 minutes from start to end, interruptions included, on a box" in (to / "README.md").read_text()
+    (tmp_path / "report.json").write_text(json.dumps({**report, "finished_at": "2026-01-01T10:01:20+00:00"}))
+    assert main(arguments(tmp_path, to)) == 0
+    assert "\n1 minute from start to end on a box" in (to / "README.md").read_text()
     differences = runpy.run_path(str(ROOT / "bench" / "verify.py"))["document_differences"]
     assert differences(to / "README.md") == []
     figures = ["| plain code | 4.35 | 212.3 % |", "0.512 nats before, 0.250 after"]
