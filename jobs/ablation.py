@@ -157,7 +157,7 @@ class _Ablation:
             return MarginalScorer(), None
         if variant.fitted_as is not None:
             variant = replace(next(one for one in VARIANTS if one.name == variant.fitted_as), reading=variant.reading)
-        network, looks = fit_scorer(self._plan(variant), Placement(0, None))
+        network, looks = fit_scorer(self._plan(variant), Placement(0, None), self._embeddings)
         return TdesScorer(network, self._embeddings, variant.reading), min(look.held_out_kl for look in looks)
 
     def _plan(self, variant: ScorerVariant) -> ScorerPlan:

@@ -173,7 +173,8 @@ def _fit(
         reliance=request.reliance,
     )
     has_gpu = request.placement.num_workers > 0 or torch.cuda.is_available()
-    return fit_scorer(replace(plan, uses_gpu=request.config.resources.num_gpus > 0 and has_gpu), request.placement)
+    plan = replace(plan, uses_gpu=request.config.resources.num_gpus > 0 and has_gpu)
+    return fit_scorer(plan, request.placement, embeddings)
 
 
 def _ended(report: Path, policy: GraftPolicy, is_resumed: bool) -> dict[str, Any]:

@@ -122,15 +122,18 @@ def say(line: str) -> None:
     print(f"train: {line}", flush=True)
 
 
-def fit_scorer(plan: ScorerPlan, placement: Placement) -> tuple[TdesNetwork, tuple[Evaluation, ...]]:
+def fit_scorer(
+    plan: ScorerPlan, placement: Placement, embeddings: torch.Tensor
+) -> tuple[TdesNetwork, tuple[Evaluation, ...]]:
     """Fit, or take what an earlier start has finished; returns the best weights and every look.
 
+    `embeddings` [V, E] are the target's; Ray's workers read their own, since a plan has to stay small.
     Raises the `GraftError` that a worker met.
     """
     checkpoint = ScorerCheckpoint(plan.out / "scorer", plan.identity)
     if checkpoint.result() is None:
         if placement.num_workers == 0:
-            train_on_worker(plan)
+            train_on_worker(plan, embeddings)
         else:
             _train_on_ray(plan, placement)
     else:
@@ -161,8 +164,7 @@ def _train_on_ray(plan: ScorerPlan, placement: Placement) -> None:
         size = (placement.num_workers, plan.threads, num_gpus)
         wait_until_fits(cluster, *size, wait_s=placement.wait_for_nodes_s, say=say, who="workers")
         TorchTrainer(
-            lambda given: train_on_worker(given["plan"]),
-            train_loop_config={"plan": plan},
+            lambda: train_on_worker(plan, read_embeddings(plan.target, revision=plan.revision)),
             # The network is small: gloo adds up its gradients on CPU and GPU alike.
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ScalingConfig(
@@ -179,8 +181,8 @@ def _train_on_ray(plan: ScorerPlan, placement: Placement) -> None:
         ).fit()
 
 
-def train_on_worker(plan: ScorerPlan) -> None:
-    """One worker's part of the fit; the first worker keeps the checkpoints."""
+def train_on_worker(plan: ScorerPlan, embeddings: torch.Tensor) -> None:
+    """One worker's part of the fit; the first worker keeps the checkpoints. `embeddings` [V, E] are the target's."""
     torch.set_num_threads(plan.threads)
     rank, num_workers = worker()
     say(f"worker {rank} of {num_workers} is process {os.getpid()}")
@@ -188,11 +190,10 @@ def train_on_worker(plan: ScorerPlan) -> None:
         _share(plan, split, sequences) for split, sequences in (("fit", plan.fit), ("tune", plan.tune))
     )
     device = torch.device("cuda" if plan.uses_gpu else "cpu")
-    embeddings = read_embeddings(plan.target, revision=plan.revision).to(device)
     network = TdesNetwork(plan.network, plan.training.seed).to(device)
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(plan.fitted is None or name in plan.fitted)
-    trainer = TdesTrainer(network, embeddings, lessons, held_out, plan.training)
+    trainer = TdesTrainer(network, embeddings.to(device), lessons, held_out, plan.training)
     checkpoint = ScorerCheckpoint(plan.out / "scorer", plan.identity)
     if checkpoint.load(trainer) and rank == 0:
         say(f"resumed at step {trainer.step} of {plan.training.steps}")

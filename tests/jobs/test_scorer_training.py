@@ -25,7 +25,7 @@ def spoilt(record: RoundRecord, column: str, value: float) -> RoundRecord:
 
 
 def test_rounds_that_are_not_finite_are_left_out_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ("fit-1", "fit-2", "tune-1")
     rounds = [make_round(name, index, hidden=np.ones((2, 4), np.float32)) for name in names for index in range(4)]
@@ -40,7 +40,6 @@ def test_rounds_that_are_not_finite_are_left_out_and_counted(
     shape = RoundShape(2, 3, 4)
     with connect(str(tmp_path / "store"), threads=1) as connection:
         sequences = recorded_sequences(connection, "tiny", "d-1", shape)
-    monkeypatch.setattr("jobs.scorer_training.read_embeddings", lambda target, revision: torch.randn(16, 6))
     plan = ScorerPlan(
         store=str(tmp_path / "store"),
         snapshot=store.snapshot(),
@@ -56,7 +55,7 @@ def test_rounds_that_are_not_finite_are_left_out_and_counted(
         threads=1,
         lessons=tmp_path / "run" / "lessons",
     )
-    network, looks = fit_scorer(plan, Placement(0, None))
+    network, looks = fit_scorer(plan, Placement(0, None), torch.randn(16, 6))
     assert [look.step for look in looks] == [0, 2, 4]
     assert all(np.isfinite([look.loss, look.held_out_kl]).all() for look in looks)
     assert all(bool(parameter.isfinite().all()) for parameter in network.parameters())

@@ -143,13 +143,13 @@ def test_mlflow_itself_can_score_edges(
     assert len(set(scores)) == 2
 
 
-def killed_once(folder: Path) -> Callable[[ScorerPlan], None]:
+def killed_once(folder: Path) -> Callable[[ScorerPlan, torch.Tensor], None]:
     """What workers run instead of `train_on_worker`: the second of them kills itself after its second look, once.
 
     Each worker notes the steps of its looks in `folder`: what workers print may come late, or never.
     """
 
-    def train(plan: ScorerPlan) -> None:
+    def train(plan: ScorerPlan, embeddings: torch.Tensor) -> None:
         from jobs.scorer_training import train_on_worker
 
         rank, _ = worker()
@@ -164,7 +164,7 @@ def killed_once(folder: Path) -> Callable[[ScorerPlan], None]:
             return look
 
         TdesTrainer.advance = noted  # type: ignore[method-assign]
-        train_on_worker(plan)
+        train_on_worker(plan, embeddings)
 
     return train
 
