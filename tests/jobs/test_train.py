@@ -262,6 +262,7 @@ def test_what_cannot_work_is_one_sentence(
         changed = tiny_config.model_dump(mode="json", exclude_none=True) | changes
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(changed))
     options = [option.format(p=folder) for option in more]
+    capsys.readouterr()  # saving a model shows a progress bar, unless another test has turned it off
     assert main(arguments(folder, tmp_path / "run", *options)) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
