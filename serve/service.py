@@ -26,7 +26,7 @@ from graft_dist.config import TargetConfig, is_folder_spec
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
-from graft_dist.errors import GraftError, PolicyError
+from graft_dist.errors import GraftError, PolicyError, is_device_failure
 from graft_dist.hardware import describe_hardware
 from graft_dist.policy import plain
 from graft_dist.software import describe_software
@@ -81,6 +81,7 @@ class Service:
         self.refusal: Refusal | None = None
         self._request_observers = list(request_observers)
         self._probe: Probe | None = None
+        self._unmeasured: str | None = None  # why nothing could be measured, in one line
         self._has_policy = False
         self._reconfiguring = asyncio.Lock()
         self.decode = DecodeThread(
@@ -205,7 +206,8 @@ class Service:
         and again, until it is there or another one is wanted.
 
         The first call, before the first request, also measures what rounds cost and bring here, whatever is pinned: a
-        policy that comes later may need it, and nothing but rounds may hold up the streams by then.
+        policy that comes later may need it, and nothing but rounds may hold up the streams by then. When measuring fails,
+        that is said, and until there is a saved policy that knows its costs nothing is drafted.
 
         Raises only when nothing is in force yet and none can be made: Serve ends a replica whose `reconfigure` raises,
         with all its requests.
@@ -290,7 +292,9 @@ class Service:
     async def _load(self, pin: PolicyPin | None) -> ActivePolicy:
         assert self._probe is not None
         if pin is None:
-            return self._source.unsaved(measured_policy(self._probe, self.config))
+            # A fixed budget may be far slower than no draft; without costs nobody would notice.
+            decoding = plain() if self._unmeasured is not None else measured_policy(self._probe, self.config)
+            return self._source.unsaved(decoding)
         policy = await asyncio.to_thread(self._source.read, pin)
         cost = self._probe.cost if self._source.needs_cost(policy) else None
         return await asyncio.to_thread(self._source.saved, pin, policy, cost)
@@ -316,8 +320,19 @@ class Service:
     async def _measure(self) -> None:
         """What rounds cost and bring here: once, on the decode thread, where nothing else is under way yet."""
         if self._probe is None:
-            self._probe = await self.decode.call(lambda: probe(self.target, self.drafter, self.config))
+            self._probe = await self.decode.call(self._try_probe)
             logger.info("measured %d rounds in %.1f s", self._probe.num_rounds, self._probe.seconds)
+
+    def _try_probe(self) -> Probe:
+        """On the decode thread: an empty probe where measuring fails. Raises what says that the device has failed."""
+        try:
+            return probe(self.target, self.drafter, self.config)
+        except Exception as error:
+            if is_device_failure(error):
+                raise
+            self._unmeasured = _one_line(error)
+            logger.warning("what rounds cost could not be measured: %s", self._unmeasured, exc_info=True)
+            return Probe(None, None, 0, 0.0)
 
     def _tell_policy(self) -> None:
         self._tell("policy_changed", self.decode.active.label, None if self.refusal is None else self.refusal.reason)
@@ -343,7 +358,7 @@ class Service:
         self._tell("requested", report)
 
     def health(self) -> dict[str, Any]:
-        """What /healthz shows; `status` is "ok", "degraded" (drafting failed) or "failed"."""
+        """What /healthz shows; `status` is "ok", "degraded" (nothing is drafted, for a reason) or "failed"."""
         active = self.decode.active
         status, problem = "ok", None
         try:
@@ -353,6 +368,8 @@ class Service:
         else:
             if self.decode.is_resting:
                 status, problem = "degraded", "drafting failed: decoding without a draft for a while"
+            elif self._unmeasured is not None and active.fingerprint is None:
+                status, problem = "degraded", "costs could not be measured: decoding without a draft"
         refused = None
         if self.refusal is not None:
             refused = {"policy": self.refusal.name, "reason": self.refusal.reason}
@@ -363,6 +380,7 @@ class Service:
             "system_fingerprint": self.system_fingerprint,
             "policy": {"label": active.label, "version": active.version, "fingerprint": active.fingerprint},
             "refused_policy": refused,
+            "unmeasured": self._unmeasured,
             "sequences": self.decode.num_sequences,
             "limit": self.decode.limit,
             "recorded_traffic": None if self._recorder is None else asdict(self._recorder.counts),

@@ -120,6 +120,42 @@ def test_costs_and_gains_are_measured_before_the_first_request_and_never_again(
     ask(running)
 
 
+def test_a_probe_that_fails_leaves_a_server_that_works(
+    running: Running, reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any) -> Any:
+        raise MemoryError("no room\nfor a second engine")
+
+    monkeypatch.setattr(service_module, "probe", failing)
+    reconfigure(running, None)
+    health = running.service.health()
+    assert (health["policy"]["label"], health["status"]) == ("plain", "degraded")
+    assert health["unmeasured"] == "no room for a second engine" and "measured" in health["problem"]
+    ask(running)
+
+    # One that would need the measured costs is refused; one that knows its own decodes as ever.
+    stranger = saved(reciting_target, tmp_path / "stranger", cost_curves={"another box": CURVE})
+    reconfigure(running, stranger)
+    assert running.service.refusal is not None and running.service.decode.active.label == "plain"
+    ask(running)
+    reconfigure(running, saved(reciting_target, tmp_path / "knowing"))
+    health = running.service.health()
+    assert health["policy"]["label"].startswith("folder-") and health["status"] == "ok"
+    assert health["unmeasured"] == "no room for a second engine"
+    assert ask(running)["metrics"]["graft"]["acceptance_length"] > 1
+
+
+def test_a_device_that_fails_while_it_is_measured_ends_the_replica(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(service_module, "probe", failing)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        reconfigure(running, None)
+
+
 def test_a_first_policy_that_does_not_fit_leaves_a_server_that_works(
     running: Running, reciting_target: Target, tmp_path: Path
 ) -> None:
