@@ -7,6 +7,7 @@ of an application that pins none.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.generate import to_request
 from graft_dist.hardware import describe_hardware
 from graft_dist.policy import DecodingPolicy, ddtree
-from graft_dist.prompts import read_prompts, starter_prompts_path
+from graft_dist.prompts import Prompt, read_prompts, starter_prompts_path
 from graft_dist.rounds import RoundRecord
 from graft_dist.target import Target
 
@@ -46,11 +47,10 @@ def probe(target: Target, drafter: DFlashDrafter, config: TargetConfig) -> Probe
     """Decode starter prompts at the configuration's budgets and small ones. Takes a few seconds."""
     started = time.monotonic()
     assert target.tokenizer is not None
-    prompts = read_prompts(starter_prompts_path())[:_NUM_PROMPTS]
     records = probe_rounds(
         target,
         drafter,
-        [to_request(prompt, target.tokenizer, config).token_ids for prompt in prompts],
+        [to_request(prompt, target.tokenizer, config).token_ids for prompt in probe_prompts()],
         budgets=(*_SMALL_BUDGETS, *config.budgets),
         num_candidates=config.num_candidates,
         num_rounds=_NUM_ROUNDS,
@@ -59,6 +59,16 @@ def probe(target: Target, drafter: DFlashDrafter, config: TargetConfig) -> Probe
     )
     cost = cost_of(records, describe_hardware(target.dtype_name, target.device))
     return Probe(cost, _calibration(records), len(records), time.monotonic() - started)
+
+
+def probe_prompts() -> list[Prompt]:
+    """The starter prompts that are decoded: the tasks take turns, for how often nodes are accepted differs by task."""
+    by_task: dict[str, list[Prompt]] = {}
+    for prompt in read_prompts(starter_prompts_path()):
+        assert isinstance(prompt, Prompt)
+        by_task.setdefault(prompt.task, []).append(prompt)
+    turns = itertools.zip_longest(*by_task.values())
+    return [prompt for turn in turns for prompt in turn if prompt is not None][:_NUM_PROMPTS]
 
 
 def measured_policy(found: Probe, config: TargetConfig) -> DecodingPolicy:
