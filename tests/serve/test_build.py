@@ -10,7 +10,9 @@ import yaml
 from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
+from graft_dist.config import load_config
 from graft_dist.errors import ConfigError
+from jobs.serve_command import default_policy
 from serve.app import DEPLOYMENT, build
 from serve.applications import IMPORT_PATH
 from serve.serve_args import ServeArgs, UserConfig
@@ -25,7 +27,10 @@ def test_the_shipped_files_can_be_built(file: Path) -> None:
         assert application.import_path == IMPORT_PATH
         built = build(ServeArgs.model_validate(application.args))
         assert [deployment.name for deployment in application.deployments] == [DEPLOYMENT]
-        UserConfig.model_validate(application.deployments[0].user_config)
+        pinned = UserConfig.model_validate(application.deployments[0].user_config).policy
+        target = load_config(application.args["config"])
+        default = default_policy(target)  # a file starts with what `graft serve` does
+        assert ("none" if pinned is None else pinned.folder) == default
         assert built._bound_deployment.name == DEPLOYMENT
 
 
