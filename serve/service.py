@@ -206,8 +206,8 @@ class Service:
         and again, until it is there or another one is wanted.
 
         The first call, before the first request, also measures what rounds cost and bring here, whatever is pinned: a
-        policy that comes later may need it, and nothing but rounds may hold up the streams by then. When measuring fails,
-        that is said, and until there is a saved policy that knows its costs nothing is drafted.
+        policy that comes later may need it, and nothing but rounds may hold up the streams by then. When measuring
+        fails, that is said, and until there is a saved policy that knows its costs nothing is drafted.
 
         Raises only when nothing is in force yet and none can be made: Serve ends a replica whose `reconfigure` raises,
         with all its requests.

@@ -1,6 +1,7 @@
-"""The measurement of serving: whatever interrupts it, nothing that it started stays, and all that ran could write."""
+"""The measurement of serving: what it claims, and that nothing stays, and all could write, whatever interrupts it."""
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import yaml
+
+from graft_dist.config import TargetConfig
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "serving.py"
 WAITING = """
@@ -27,10 +32,11 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def serving() -> Iterator[ModuleType]:
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("serving", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "serving", module)  # where dataclasses look their module up
     spec.loader.exec_module(module)
     # As `main` does: where the tests run in the background, children would inherit that SIGINT is ignored.
     before = {number: signal.signal(number, module.stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -75,3 +81,55 @@ def test_a_signal_lets_what_runs_write_and_ends_it(
         act()
     assert caught.value.code == 128 + signal.SIGTERM
     assert (tmp_path / "written").exists()
+
+
+def row(load: str, ratio: float | None, low: float | None, high: float | None, differs: int = 0) -> dict[str, Any]:
+    fields = {"throughput_ratio": ratio, "throughput_low": low, "throughput_high": high}
+    return {"load": load, "arm": "graft", "differs_from_plain": differs} | fields
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_float32", "shown"),
+    [
+        ([row("closed-1", 1.6, 1.5, 1.7), row("closed-16", 0.99, 0.97, 1.0)], True, [True] * 5),
+        ([row("closed-1", 1.49, 1.4, 1.6)], False, [True, False]),
+        ([row("closed-4", 0.98, 0.96, 0.999)], False, [False]),
+        ([row("closed-4", 1.2, 1.1, 1.3, differs=1)], True, [True, False]),
+        ([row("closed-4", 1.2, 1.1, 1.3, differs=1)], False, [True]),
+        ([row("closed-4", 1.2, None, None)], False, [False]),  # one block has no interval
+        ([row("closed-1", None, None, None)], False, [False, False]),
+        ([row("poisson-0.1", 0.9, 0.8, 0.95), row("closed-4", 1.2, 1.1, 1.3) | {"arm": "ddtree"}], False, [False]),
+    ],
+)
+def test_claims_are_judged_by_the_summary(
+    serving: ModuleType, rows: list[dict[str, Any]], is_float32: bool, shown: list[bool]
+) -> None:
+    assert [claim.holds for claim in serving.judge(rows, "graft", is_float32)] == shown
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_whole_measurement_of_a_tiny_target(
+    serving: ModuleType,
+    reciting_config: TargetConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From a relative configuration to the last line; how fast a tiny target is is nobody's claim."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(yaml.safe_dump(reciting_config.model_dump(mode="json")))
+    lines = [{"id": f"p{index}", "task": "chat", "turns": [f"Question {index}?"]} for index in range(4)]
+    Path("prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["out", "--config", "tiny.yaml", "--policy", "none", "--prompts", "prompts.jsonl", "--max-new-tokens", "8"]
+    words += ["--concurrency", "2", "--rates", "20", "--blocks", "1", "--minutes", "0.05", "--soak-users", "2"]
+    assert serving.main(words) == 1  # of one block nothing can be said
+    said = capsys.readouterr().out
+    assert "not shown: closed-2: default is at least equal to plain: too few blocks" in said
+    assert "shown: closed-2: default answers as plain does: 0 differ" in said
+    for folder, load in (("load", "closed-2"), ("open", "poisson-20")):
+        summary = json.loads((tmp_path / "out" / folder / "summary.json").read_text())
+        assert {entry["arm"]: entry["load"] for entry in summary} == dict.fromkeys(["plain", "ddtree", "default"], load)
+        assert all(entry["num_ok"] == entry["num_requests"] > 0 for entry in summary)
+    soak = json.loads((tmp_path / "out" / "soak" / "soak.json").read_text())
+    assert soak["num_compared"] > 0 and soak["problems"] == []
