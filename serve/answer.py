@@ -164,7 +164,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._bytes_of = _byte_alphabet()
+        self._bytes_of = byte_alphabet()
         self._described = lru_cache(_KEPT_TOKENS)(self._describe)
 
     def text(self, token_id: int) -> str:
@@ -190,7 +190,7 @@ class TokenTexts:
 
 
 @cache
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The letters that byte-level BPE writes bytes as: printable ones stand for themselves, others from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -82,7 +82,11 @@ class Completion:
                 return [await self._service.render(messages)]
             except ValueError as error:
                 raise errors.bad_request(str(error), "messages") from error
-        return [await self._service.encode(prompt) if isinstance(prompt, str) else prompt for prompt in request.prompts]
+        prompts = []
+        for prompt in request.prompts:
+            prompts.append(await self._service.encode(prompt) if isinstance(prompt, str) else prompt)
+            self._room(prompts[-1])  # before more is tokenized, or decoded for an echo
+        return prompts
 
     async def _make_answers(self, request: ChatRequest | CompletionRequest) -> None:
         echoes = [""] * len(self._prompts)
@@ -125,10 +129,7 @@ class Completion:
         param = "messages" if self._endpoint == "chat" else "prompt"
         if not prompt:
             raise errors.bad_request("the prompt is empty", param)
-        if len(prompt) >= limit:
-            raise errors.too_long(
-                f"the prompt has {len(prompt)} tokens, and prompt and answer together may have {limit}", param
-            )
+        errors.check_prompt_length(len(prompt), limit, param)
         if wanted is not None and len(prompt) + wanted > limit:
             raise errors.too_long(
                 f"prompt and answer together may have {limit} tokens, but {len(prompt) + wanted} were asked for: "

@@ -55,6 +55,14 @@ def too_long(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded", outcome="too_long")
 
 
+def check_prompt_length(num_tokens: int, limit: int, param: str, least: str = "") -> None:
+    """Raise `too_long` for a prompt that leaves no room for an answer; `least` where the number is a lower bound."""
+    if num_tokens >= limit:
+        raise too_long(
+            f"the prompt has {least}{num_tokens} tokens, and prompt and answer together may have {limit}", param
+        )
+
+
 def unauthorized() -> ApiError:
     """401; says nothing about the key that was sent."""
     return ApiError(

@@ -31,15 +31,18 @@ from graft_dist.hardware import describe_hardware
 from graft_dist.policy import plain
 from graft_dist.software import describe_software
 from graft_dist.target import Target
+from serve import errors
 from serve.active_policy import ActivePolicy
 from serve.answer import TokenTexts
 from serve.budget_probe import Probe, measured_policy, probe
 from serve.cost_refiner import CostRefiner
 from serve.decode_thread import DecodeThread
+from serve.errors import ApiError
 from serve.observer import DecodeObserver, RequestObserver, RequestReport
 from serve.policy_source import PolicySource, registered_champion
 from serve.round_view import Pieces, RoundViewer
 from serve.serve_args import AliasPolling, PolicyPin, RegistryPin, ServeArgs, TrafficRecording, UserConfig
+from serve.text_bound import text_bound
 from serve.traffic_recorder import TrafficRecorder
 from storage import Provenance
 
@@ -98,6 +101,7 @@ class Service:
         self.decode.start()
         # An own copy, used by one thread: tokenizers are not made for several threads at once.
         self._tokenizer = copy.deepcopy(self.target.tokenizer)
+        self._bound = text_bound(self._tokenizer)
         self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graft-tokenize")
         self.token_texts = TokenTexts(copy.deepcopy(self.target.tokenizer))
         self._pieces = Pieces(copy.deepcopy(self.target.tokenizer))  # the event loop's
@@ -154,7 +158,10 @@ class Service:
     # ---- texts and tokens
 
     async def render(self, messages: list[dict[str, str]]) -> list[int]:
-        """The token ids of a conversation in the target's chat template. Raises ValueError where it refuses."""
+        """The token ids of a conversation in the target's chat template.
+
+        Raises ValueError where the template refuses, and `ApiError` for a text that is surely too long.
+        """
         if self.config.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
         thinking = self.config.enable_thinking
@@ -162,20 +169,29 @@ class Service:
 
         def work() -> list[int]:
             try:
-                ids = self._tokenizer.apply_chat_template(
-                    messages, tokenize=True, add_generation_prompt=True, return_dict=False, **options
+                text = self._tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **options
                 )
+                self._refuse_long(text, "messages")
+                return list(self._tokenizer.encode(text, add_special_tokens=False))  # the template has brought them
+            except ApiError:
+                raise
             except Exception as error:  # templates raise jinja2's errors, tokenizers their own
                 raise ValueError(
                     f"the chat template refuses these messages ({' '.join(str(error).split())})"
                 ) from error
-            return [int(token) for token in ids]
 
         return await self._tokenize(work)
 
     async def encode(self, text: str) -> list[int]:
-        """The token ids of a plain text."""
+        """The token ids of a plain text. Raises `ApiError` for one that is surely too long."""
+        self._refuse_long(text, "prompt")
         return await self._tokenize(lambda: list(self._tokenizer.encode(text)))
+
+    def _refuse_long(self, text: str, param: str) -> None:
+        """Refuse what has too many tokens however it is cut into them: tokenizing it, others would wait for it."""
+        if self._bound is not None:
+            errors.check_prompt_length(self._bound.least_tokens(text), self.max_length, param, "at least ")
 
     async def decode_text(self, token_ids: list[int]) -> str:
         """The text of token ids, as an answer would show it. Raises ValueError for ids outside the vocabulary."""

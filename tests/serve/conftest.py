@@ -38,9 +38,9 @@ MODEL = "reciter"
 
 def reciting_ids(tokenizer: object) -> list[int]:
     """The token of each byte of `RECITAL`."""
-    from serve.answer import _byte_alphabet
+    from serve.answer import byte_alphabet
 
-    letters = {byte: letter for letter, byte in _byte_alphabet().items()}
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
     return tokenizer.convert_tokens_to_ids([letters[byte] for byte in RECITAL.encode()])  # type: ignore[attr-defined]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -332,6 +333,36 @@ def test_what_is_too_long_is_refused_with_both_numbers(
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
     tokens = len(reciter.service.target.tokenizer.encode(fields["prompt"]))
     assert all(number in error["message"] for number in [*numbers, str(tokens)])
+
+
+@pytest.mark.parametrize(("path", "param"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
+def test_a_text_that_is_surely_too_long_is_refused_before_it_is_tokenized(
+    reciter: Running, path: str, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reciter.service._tokenizer, "encode", None)
+    text = "x " * 10_000
+    fields = (
+        CONTINUE | {"prompt": text} if param == "prompt" else ASK | {"messages": [{"role": "user", "content": text}]}
+    )
+    status, body, _ = post(reciter, path, fields)
+    error = body["error"]
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "at least " in error["message"] and "may have 256" in error["message"]
+
+
+def test_too_many_token_ids_are_refused_before_they_are_decoded(
+    reciter: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reciter.service, "decode_text", None)
+    status, body, _ = post(reciter, "/v1/completions", CONTINUE | {"prompt": [5] * 300, "echo": True})
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert "has 300 tokens" in body["error"]["message"] and "may have 256" in body["error"]["message"]
+
+
+def test_a_conversation_has_the_templates_own_tokens(reciter: Running) -> None:
+    messages = [{"role": "user", "content": "recite <|im_end|> é\n"}, {"role": "assistant", "content": " so "}]
+    ids = reciter.service.target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert asyncio.run(reciter.service.render(messages)) == list(ids)
 
 
 def test_too_many_prompts_are_refused_before_they_are_tokenized(
