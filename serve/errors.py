@@ -63,6 +63,13 @@ def check_prompt_length(num_tokens: int, limit: int, param: str, least: str = ""
         )
 
 
+def body_too_large(num_read: int, declared: str | None, limit: int) -> ApiError:
+    """413: the body has more bytes than allowed; how many its header says, or else how many were read until then."""
+    size = declared if declared is not None and declared.isdecimal() else f"at least {num_read}"
+    message = f"the body has {size} bytes, and may have {limit}"
+    return ApiError(413, message, code="body_too_large", outcome="too_long")
+
+
 def unauthorized() -> ApiError:
     """401; says nothing about the key that was sent."""
     return ApiError(

@@ -160,9 +160,7 @@ async def _body(request: Request, limit: int, limit_s: float) -> bytes:
             async for part in request.stream():
                 size += len(part)
                 if size > limit:
-                    raise ApiError(
-                        413, f"the body has more than {limit} bytes", code="body_too_large", outcome="too_long"
-                    )
+                    raise errors.body_too_large(size, request.headers.get("content-length"), limit)
                 parts.append(part)
     except TimeoutError:
         raise errors.timed_out(limit_s) from None

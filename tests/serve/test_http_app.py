@@ -17,6 +17,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from serve import errors
 from serve.completion import Completion
 from tests.serve.conftest import MODEL, RECITAL, Running, recite
 
@@ -400,7 +401,10 @@ def test_a_body_that_is_no_json_or_too_large(serve_reciter: Callable[..., Runnin
     assert post(reciter, "/v1/chat/completions", b"[1]")[0] == 400
     status, body, _ = post(reciter, "/v1/chat/completions", b'{"model": "\\ud800"}')
     assert status == 400 and body["error"]["param"] is None and "JSON" in body["error"]["message"]
-    assert post(reciter, "/v1/chat/completions", b"x" * 4_000_001)[0] == 413
+    status, body, _ = post(reciter, "/v1/chat/completions", b"x" * 4_000_001)
+    assert (status, body["error"]["code"]) == (413, "body_too_large")
+    assert body["error"]["message"] == "the body has 4000001 bytes, and may have 4000000"
+    assert errors.body_too_large(4_065_536, None, 4_000_000).message.startswith("the body has at least 4065536 bytes")
 
 
 # ---- operations
