@@ -122,6 +122,8 @@ class LoadClient:
         except httpx2.HTTPError as error:
             outcome = Outcome.unreachable if answer.first is None else Outcome.cut
             return answer.reply(outcome, detail=f"{type(error).__name__}: {error}")
+        except Exception as error:  # an answer of a shape that nobody thought of: this request's end, not the run's
+            return answer.reply(Outcome.failed, detail=f"{type(error).__name__}: {error}")
 
     async def _read(self, ask: Ask, response: httpx2.Response, answer: _Answer) -> Reply:
         if not response.is_success:

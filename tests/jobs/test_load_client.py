@@ -77,6 +77,7 @@ def test_an_answer_at_once() -> None:
         ([head(), *STREAM[:3], event(error={"message": "out of luck"})], Outcome.failed, "out of luck"),
         ([head(), b"data: {broken\n\n"], Outcome.failed, "no JSON object"),
         ([head(), b"data: [1]\n\n"], Outcome.failed, "no JSON object"),
+        ([head(), *STREAM[:3], b'data: {"choices": [7]}\n\n'], Outcome.failed, "AttributeError: "),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\ndata: "], Outcome.unreachable, "ProtocolError"),
         ([head("400 No", "application/json"), b'{"error": {"message": "no arm"}}'], Outcome.refused, "400: no arm"),
         ([head("500 Oh", "text/plain"), b"<html>\n sorry"], Outcome.refused, "HTTP 500: <html> sorry"),
