@@ -47,6 +47,8 @@ _SWAP_PATIENCE_S = 120.0
 _IDLE_LOOKS = 40  # half a second apart, for a server that nobody asks any more
 _REPLICA_LOOKS = 8  # requests of one such look: each is answered by some replica
 _SHOWN_PROBLEMS = 30  # all are in soak.json
+_BLIND_LOOKS = 3  # looks at the replicas in a row that fail: a busy dashboard may miss one
+_SWAP_AGAIN_S = 1.0  # after which a swap that could not be asked for is asked for once more
 _JUDGED_FROM_S = 60.0  # a run of so long that could not look at its replicas often enough has shown nothing
 _STOPS = ((), (), ("\n\n",), (". ",), (",", ";"))
 
@@ -69,7 +71,8 @@ class SoakPlan:
 class ReplicaControl:
     """What a soak does to the application itself; both may block, and are called on a thread.
 
-    swap: gives the running application another policy and returns what that is called; None: nothing is swapped.
+    swap: gives the running application another policy and returns what that is called; None: nothing is swapped. After
+        one that raised, the next call asks for the same policy.
     pids: process ids of the replicas on this machine.
     """
 
@@ -277,6 +280,7 @@ class _Soak:
         self._others: Counter[tuple[str, Told]] = Counter()  # answers that are not the reference
         self._typical_s = 1.0  # of a whole answer, for clients that leave before it
         self._num_asked = self._num_rejections = 0
+        self._num_blind = 0  # looks at the replicas that failed, since the last one that did not
         self._draw = random.Random(plan.seed)
         self.seconds = 0.0
         self._start = time.perf_counter()
@@ -404,13 +408,22 @@ class _Soak:
         at_s = self._now()
         try:
             before = await self._known_fingerprint()
-            name = await asyncio.to_thread(self.control.swap)
+            name = await self._ask_to_swap(self.control.swap)
             after = await self._changed_from(before)
         except Exception as error:  # whatever it is, the load goes on and the report says it
             self.problems.append(f"the swap at {at_s:.1f} s failed: {_one_line(error)}")
             return
         took_s = round(self._now() - at_s, 3)
         self.swaps.append({"at_s": round(at_s, 3), "took_s": took_s, "policy": name, "system_fingerprint": after})
+
+    async def _ask_to_swap(self, swap: Callable[[], str]) -> str:
+        """Ask for another policy, once more if that fails: a busy dashboard may not answer."""
+        try:
+            return await asyncio.to_thread(swap)
+        except Exception as error:
+            print(f"a swap could not be asked for, once more: {_one_line(error)}", file=sys.stderr, flush=True)
+        await asyncio.sleep(_SWAP_AGAIN_S)
+        return await asyncio.to_thread(swap)
 
     async def _fingerprint(self) -> str | None:
         """What the server decodes with; None if it does not say."""
@@ -439,8 +452,12 @@ class _Soak:
         try:
             pids = await asyncio.to_thread(self.control.pids)
         except Exception as error:
-            self.problems.append(f"the replicas at {self._now():.1f} s are not known: {_one_line(error)}")
+            self._num_blind += 1
+            if self._num_blind == _BLIND_LOOKS:
+                at = f"{_BLIND_LOOKS} times in a row, at {self._now():.1f} s"
+                self.problems.append(f"the replicas are not known, {at}: {_one_line(error)}")
             return
+        self._num_blind = 0
         for pid in pids:
             sample = sample_process(pid, self._now())
             if sample is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,11 +49,12 @@ def application_control(address: str, name: str | None, policies: Sequence[Polic
         raise ConfigError(f"there is no application {chosen!r} at {address}; there are: {', '.join(names) or 'none'}")
     # The policy that is in force comes last: each swap has to change something.
     others = [policy for policy in policies if _name(policy) != _name(running[chosen].policy)]
-    turns = itertools.cycle([*others, *(policy for policy in policies if policy not in others)])
+    turns = deque([*others, *(policy for policy in policies if policy not in others)])
 
     def swap() -> str:
-        policy = next(turns)
+        policy = turns[0]
         applications.set_policy(address, chosen, policy)
+        turns.rotate(-1)  # only now: what failed is asked for again, whether or not it was heard
         return _name(policy)
 
     def pids() -> list[int]:

@@ -251,6 +251,38 @@ def test_a_sequence_that_is_left_a_replica_that_dies_and_a_swap_that_fails_are_n
         assert sentence in str(report["problems"])
 
 
+def test_one_failed_look_or_swap_is_no_problem_and_several_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.soak._SWAP_AGAIN_S", 0.0)
+    replica = Replica()
+    num_looks = num_swaps = 0
+
+    def pids() -> list[int]:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks % 3 != 0:  # two of three, never three in a row
+            raise GraftError("the dashboard does not answer")
+        return [os.getpid()]
+
+    def swap() -> str:
+        nonlocal num_swaps
+        num_swaps += 1
+        if num_swaps % 2 == 1:
+            raise GraftError("the dashboard does not answer")
+        return Replica.swap(replica)
+
+    replica.swap = swap  # type: ignore[method-assign]
+    code, report = soak(replica, tmp_path / "once", pids)
+    assert code == 0 and num_looks > 1 and num_swaps > 1
+    assert len(report["swaps"]) == replica.version == num_swaps // 2
+
+    def blind() -> list[int]:
+        raise GraftError("the dashboard does not answer")
+
+    code, report = soak(Replica(), tmp_path / "often", blind, plan=replace(PLAN, minutes=0.02, sample_every_s=0.01))
+    (problem,) = report["problems"]  # said once
+    assert code == 1 and "the replicas are not known, 3 times in a row" in problem
+
+
 def test_a_long_run_that_could_not_look_at_the_replicas_has_shown_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

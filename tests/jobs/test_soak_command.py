@@ -72,11 +72,15 @@ def test_the_only_application_is_taken_hold_of() -> None:
         assert control.swap is not None
         # It runs without a saved policy: so that each swap changes something, that one is not the first.
         assert [control.swap(), control.swap(), control.swap()] == ["/policies/a", "none", "/policies/a"]
-        dashboard.pids = {}
+        there, dashboard.pids = dashboard.pids, {}
         with pytest.raises(GraftError, match="'tiny' has gone"):
             control.pids()
+        with pytest.raises(GraftError):
+            control.swap()
+        dashboard.pids = there
+        assert control.swap() == "none"  # the one that could not be asked for
     told = [put["applications"][0]["deployments"][0]["user_config"]["policy"] for put in dashboard.put]
-    assert [policy and policy["folder"] for policy in told] == ["/policies/a", None, "/policies/a"]
+    assert [policy and policy["folder"] for policy in told] == ["/policies/a", None, "/policies/a", None]
 
 
 def test_a_policy_that_cannot_be_read_does_not_hide_its_application() -> None:
