@@ -1,9 +1,10 @@
 """`make demo`: the loop once, on this machine: a policy is learned, served under load, learned again, replaced.
 
-On a Ray head of its own: champion v1 comes from little data and serves; the schedule starts a retraining with more
-data, whose v2 beats v1 at the gate and goes live while users ask; a v3 that was trained for one step is refused; a
-rollback brings v1 back. Everything is done by the commands that users have; users are simulated, and what became of
-each of their requests is counted. `demo.log` and `report.md` are left in the --out folder, everything else in --work.
+On a Ray head of its own: champion v1 comes from little data and few steps, and serves; the schedule starts a retraining
+with more of both, whose v2 beats v1 at the gate and goes live while users ask; a v3 that was trained for one step is
+refused; a rollback brings v1 back. Everything is done by the commands that users have; users are simulated, and what
+became of each of their requests is counted. `demo.log` and `report.md` are left in the --out folder, everything else
+in --work.
 
 Exit code 0 if all of that happened, 1 if something did not.
 """
@@ -26,7 +27,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,7 +34,7 @@ from typing import Any
 from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import GraftError
 from graft_dist.hardware import cpu_name
-from graft_dist.prompts import Prompt
+from jobs.demo_prompts import made_prompts
 from jobs.demo_users import Asked, Users
 from jobs.fresh_prompts import write_prompts
 from jobs.out_file import write_aside
@@ -50,24 +50,6 @@ _LIVE_TIMEOUT_S = 180.0  # for a promoted version to be in force
 _SCHEDULE_TIMEOUT_S = 180.0  # for the next tick's submission: ticks are a minute apart
 _SUBMITTED = re.compile(r"submitted (retrain-\S+)")
 _VERDICT = re.compile(r"retrain: ((promoted|kept|nothing new|failed)\b.*)")
-
-_WAYS = (
-    "Explain in a few sentences what {} is.",
-    "Write a short story about {}.",
-    "List five facts about {}.",
-    "Write a Python function whose name and comments are about {}.",
-    "What are the advantages and disadvantages of {}?",
-    "Give step-by-step instructions that have to do with {}.",
-    "Write a letter to a friend about {}.",
-    "Compare {} with something similar.",
-)
-_KINDS = ("", "modern ", "ancient ", "an unusual kind of ", "the history of ", "the future of ", "the cost of ")
-_SUBJECTS = (
-    "bread", "a bicycle", "rain", "the moon", "a library", "chess", "a garden", "the sea", "a violin", "winter",
-    "a bridge", "coffee", "a hospital", "glass", "a volcano", "a market", "paper", "a clock", "honey", "a train",
-    "a river", "salt", "a school", "wool", "a lighthouse", "a forest", "steel", "a theatre", "ice", "a camera",
-    "rice", "a desert", "silk", "a harbour", "a kitchen", "wind", "a museum", "gold", "a farm", "a radio",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,14 +193,6 @@ def show(demo: Demo) -> list[Asked]:
             _watch(users, request.busy_s)
         demo.run([*GRAFT, "policies", *_tracking(request)], head)
     return users.asked
-
-
-def made_prompts() -> list[Prompt]:
-    """Prompts of every way of asking about every subject; a retraining uses those that no drafter was trained on."""
-    return [
-        Prompt(f"made-{number}", "chat", (way.format(kind + subject),))
-        for number, (way, kind, subject) in enumerate(product(_WAYS, _KINDS, _SUBJECTS))
-    ]
 
 
 def render_report(config: TargetConfig, stages: Sequence[Stage], asked: Sequence[Asked], total_s: float) -> str:
@@ -393,8 +367,8 @@ def _request(argv: Sequence[str] | None) -> DemoRequest:
     add("--config", type=Path, default=REPOSITORY / "targets" / "smollm2-135m.yaml")
     add("--work", type=Path, default=REPOSITORY / "data" / "demo", help="folder for everything; is made anew")
     add("--out", type=Path, default=REPOSITORY / "docs" / "demo", help="folder for the log and the report")
-    add("--prompts", type=int, nargs=2, default=(50, 180), metavar="N", help="collected for v1, and in addition for v2")
-    add("--steps", type=int, nargs=2, default=(60, 500), metavar="N", help="optimizer steps at most of v1 and of v2")
+    add("--prompts", type=int, nargs=2, default=(32, 120), metavar="N", help="collected for v1, and in addition for v2")
+    add("--steps", type=int, nargs=2, default=(20, 500), metavar="N", help="optimizer steps at most of v1 and of v2")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer")
     add("--busy", type=float, default=20.0, metavar="S", help="seconds of many users at each version")
     options = parser.parse_args(argv)

@@ -13,18 +13,27 @@ import pytest
 
 from graft_dist.config import TargetConfig
 from graft_dist.errors import GraftError
-from graft_dist.prompts import is_held_out, learning_split
-from jobs.demo import Demo, DemoRequest, Stage, _verdict, made_prompts, render_report
+from graft_dist.prompts import is_held_out, learning_split, prompt_hash
+from jobs.demo import Demo, DemoRequest, Stage, _request, _verdict, render_report
+from jobs.demo_prompts import made_prompts
 from jobs.demo_users import Asked, Users
 from jobs.load_client import Outcome
 from tests.jobs.scripted_server import json_answer, serving
 
 
-def test_there_are_prompts_enough_of_every_split() -> None:
+def test_there_are_prompts_enough_of_every_split_for_each_retraining() -> None:
     prompts = made_prompts()
     assert len({prompt.turns for prompt in prompts}) == len({prompt.id for prompt in prompts}) == len(prompts)
-    splits = Counter(learning_split(prompt.turns) for prompt in prompts if is_held_out(prompt.turns))
-    assert splits["fit"] > 200 and min(splits.values()) > 50 and sum(splits.values()) > 50 + 180
+    fresh = [prompt for prompt in prompts if is_held_out(prompt.turns)]
+    keys = [prompt_hash(prompt.turns) for prompt in fresh]
+    assert keys == sorted(keys)  # the order in which they are asked
+    first, second = _request([]).num_prompts
+    assert len(fresh) > first + second
+    for some, least in ((fresh[:first], {"fit": 20, "tune": 4, "test": 5}), (fresh[first:][:second], {"test": 20})):
+        splits = Counter(learning_split(prompt.turns) for prompt in some)
+        assert all(splits[split] >= number for split, number in least.items()), splits
+        tasks = Counter(prompt.task for prompt in some)
+        assert 0 < tasks["chat"] < min(tasks["math"], tasks["code"])
 
 
 def test_every_request_of_a_user_is_counted() -> None:
