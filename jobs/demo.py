@@ -260,7 +260,7 @@ def _serve(request: DemoRequest, head: RayHead) -> str:
     (port,) = free_ports(1)
     args = {
         "config": str(request.config),
-        "threads": 2,
+        "threads": 1,  # two would spin in wait for each other wherever a job has one of the cores
         "poll_champion": {"tracking_uri": _tracking(request)[1], "every_s": 2},
     }
     name = load_config(request.config).slug
