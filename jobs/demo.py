@@ -48,6 +48,7 @@ GRAFT = [sys.executable, "-m", "jobs.cli"]
 
 _LIVE_TIMEOUT_S = 180.0  # for a promoted version to be in force
 _SCHEDULE_TIMEOUT_S = 180.0  # for the next tick's submission: ticks are a minute apart
+_RETRAIN_TIMEOUT_S = 900.0  # for the scheduled retraining
 _SUBMITTED = re.compile(r"submitted (retrain-\S+)")
 _VERDICT = re.compile(r"retrain: ((promoted|kept|nothing new|failed)\b.*)")
 
@@ -131,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo = Demo(request)
     try:
         asked = show(demo)
-    except GraftError as error:
-        demo.write(f"demo: {error}\n")
+    except (GraftError, OSError, RuntimeError) as error:  # the last of Ray's clients
+        demo.write(f"demo: {str(error) or type(error).__name__}\n")
         return 1
     except KeyboardInterrupt:
         demo.write("demo: interrupted; everything it had started is stopped\n")
@@ -293,7 +294,7 @@ def _scheduled(demo: Demo, config: Path, head: RayHead) -> str:
         written.append(text)
         demo.write(text)
 
-    follow(job_client(head.dashboard_url), submitted[1], write=write)
+    follow(job_client(head.dashboard_url), submitted[1], write=write, timeout_s=_RETRAIN_TIMEOUT_S)
     return _verdict("".join(written).splitlines())
 
 
@@ -309,16 +310,21 @@ def _expect(verdict: str, wanted: str) -> None:
         raise GraftError(f"expected was {wanted}, and it was: {verdict}")
 
 
-def _wait_for(url: str, label: str) -> float:
-    """Wait until the server decodes with this version; returns the seconds that took."""
-    began = time.monotonic()
-    while time.monotonic() - began < _LIVE_TIMEOUT_S:
-        with urllib.request.urlopen(f"{url}/healthz", timeout=60) as response:
-            health: Mapping[str, Any] = json.load(response)
-        if health["policy"]["label"] == label:
-            return time.monotonic() - began
+def _wait_for(url: str, label: str, timeout_s: float = _LIVE_TIMEOUT_S) -> float:
+    """Wait until the server decodes with this version; returns the seconds it took. Raises `GraftError` at the end."""
+    began, said = time.monotonic(), "nothing"
+    while time.monotonic() - began < timeout_s:
+        try:
+            with urllib.request.urlopen(f"{url}/healthz", timeout=60) as response:
+                health: Mapping[str, Any] = json.load(response)
+        except OSError as error:  # a server that is busy, or says 503
+            said = str(error)
+        else:
+            said = json.dumps(health)
+            if health["policy"]["label"] == label:
+                return time.monotonic() - began
         time.sleep(0.2)
-    raise GraftError(f"{label} is not in force after {_LIVE_TIMEOUT_S:.0f} s: {json.dumps(health)}")
+    raise GraftError(f"{label} is not in force after {timeout_s:.0f} s; the server says last: {said}")
 
 
 def _watch(users: Users, seconds: float) -> None:

@@ -8,7 +8,9 @@ when it is interrupted. What it collects stays in `.quickstart/store`; a second 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import math
 import shlex
 import shutil
 import signal
@@ -37,6 +39,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LIVE_PROMPT = Prompt(
     "live", "code", ("Write a Python function that returns the n-th Fibonacci number, and explain it.",)
 )
+_MOST_FAILED_POLLS = 40  # in a row, before a job is given up
 QUESTIONS = (
     ("summary", "What was collected: MAT, mismatch rate, tokens per second of one engine"),
     ("acceptance", "How often the accepted path reaches a depth"),
@@ -111,13 +114,34 @@ def _write(text: str) -> None:
 
 
 def follow(
-    client: JobSubmissionClient, job: str, poll_s: float = 0.5, write: Callable[[str], None] = _write
+    client: JobSubmissionClient,
+    job: str,
+    poll_s: float = 0.5,
+    write: Callable[[str], None] = _write,
+    timeout_s: float = math.inf,
 ) -> JobDetails:
-    """Write a job's log as it grows until the job is over. Polls: a log stream may break off while the job goes on."""
-    num_printed = 0
+    """Write a job's log as it grows until the job is over. Polls: a log stream may break off while the job goes on.
+
+    Raises `GraftError` when the cluster does not answer for many polls in a row, and when the job takes longer than
+    `timeout_s`: it is stopped then.
+    """
+    num_printed = num_failed = 0
+    deadline = time.monotonic() + timeout_s
     while True:
-        details = client.get_job_info(job)
-        log = client.get_job_logs(job)
+        if time.monotonic() > deadline:
+            with contextlib.suppress(OSError, RuntimeError):
+                client.stop_job(job)
+            raise GraftError(f"the job {job} is not over after {timeout_s:.0f} s and is stopped")
+        try:
+            details = client.get_job_info(job)
+            log = client.get_job_logs(job)
+        except (OSError, RuntimeError) as error:  # of a busy machine: what requests raises, and Ray for other answers
+            num_failed += 1
+            if num_failed >= _MOST_FAILED_POLLS:
+                raise GraftError(f"the job {job} cannot be followed: {' '.join(str(error).split())[:300]}") from error
+            time.sleep(poll_s)
+            continue
+        num_failed = 0
         write(log[num_printed:])
         num_printed = len(log)
         if details.status.is_terminal():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from graft_dist.config import TargetConfig
 from graft_dist.errors import GraftError
 from graft_dist.prompts import is_held_out, learning_split, prompt_hash
-from jobs.demo import Demo, DemoRequest, Stage, _request, _verdict, render_report
+from jobs.demo import Demo, DemoRequest, Stage, _request, _verdict, _wait_for, main, render_report
 from jobs.demo_prompts import made_prompts
 from jobs.demo_users import Asked, Users
 from jobs.load_client import Outcome
@@ -64,6 +65,40 @@ def test_every_request_of_a_user_is_counted() -> None:
 def test_a_server_that_is_not_there_is_said() -> None:
     with pytest.raises(GraftError, match="the users ended early"), Users("http://127.0.0.1:9", made_prompts(), 8):
         pass
+
+
+def test_a_server_that_does_not_answer_for_a_while_is_waited_for() -> None:
+    num_asked = 0
+
+    async def handler(path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            writer.write(json_answer({"status": "starting"}, "503 Service Unavailable"))
+        elif num_asked > 2:  # the second time it breaks off
+            writer.write(json_answer({"policy": {"label": "v1"}}))
+        await writer.drain()
+
+    with serving(handler) as server:
+        assert _wait_for(server.url, "v1", 60.0) > 0 and num_asked == 3
+        with pytest.raises(GraftError, match=r"v2 is not in force after 1 s.*label.*v1"):
+            _wait_for(server.url, "v2", 1.0)
+
+
+@pytest.mark.parametrize("error", [GraftError("no"), OSError("no"), RuntimeError("no")])
+def test_whatever_goes_wrong_stands_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(demo: Demo) -> list[Asked]:
+        raise error
+
+    monkeypatch.setattr("jobs.demo.show", broken)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert (tmp_path / "out" / "demo.log").read_text() == "demo: no\n"
 
 
 def test_the_report(tiny_config: TargetConfig) -> None:
