@@ -49,6 +49,7 @@ GRAFT = [sys.executable, "-m", "jobs.cli"]
 _LIVE_TIMEOUT_S = 180.0  # for a promoted version to be in force
 _SCHEDULE_TIMEOUT_S = 180.0  # for the next tick's submission: ticks are a minute apart
 _RETRAIN_TIMEOUT_S = 900.0  # for the scheduled retraining
+_TRIED = ((4, 2), (10, 3), (3, 2))  # prompts of the live trial, and audited ones, of each retraining
 _SUBMITTED = re.compile(r"submitted (retrain-\S+)")
 _VERDICT = re.compile(r"retrain: ((promoted|kept|nothing new|failed)\b.*)")
 
@@ -155,9 +156,10 @@ def show(demo: Demo) -> list[Asked]:
     prompts = made_prompts()
     write_prompts(request.work / "prompts" / "made.jsonl", prompts)
     first, second, undertrained = (request.work / f"{name}.yaml" for name in ("first", "second", "undertrained"))
-    for path, steps, count in zip((first, second), request.steps, request.num_prompts, strict=True):
-        write_aside(path, _config(request, steps=steps, num_prompts=count))
-    write_aside(undertrained, _config(request, steps=1, num_prompts=1, min_new_sequences=0))
+    for path, steps, count, tried in zip(
+        (first, second, undertrained), (*request.steps, 1), (*request.num_prompts, 1), _TRIED, strict=True
+    ):
+        write_aside(path, _config(request, steps=steps, num_prompts=count, tried=tried))
     # Four processors as Ray counts them, whatever there is: a replica and a job at once on a small machine.
     with RayHead(num_cpus=4, environment={"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}) as head:
         retrain = [sys.executable, "jobs/retrain.py", "--address", head.address, "--config"]
@@ -231,7 +233,7 @@ def _answers_cells(asked: Sequence[Asked]) -> str:
     return f"{len(whole)} | {mat:.2f} | {rates[len(rates) // 2]:.1f}"
 
 
-def _config(request: DemoRequest, *, steps: int, num_prompts: int, min_new_sequences: int = 1) -> str:
+def _config(request: DemoRequest, *, steps: int, num_prompts: int, tried: tuple[int, int]) -> str:
     """The target's configuration with sections of its own for retraining and schedule; JSON is YAML."""
     content = load_config(request.config).model_dump(mode="json", exclude_none=True)
     content["resources"] |= {"num_actors": 2}
@@ -241,12 +243,11 @@ def _config(request: DemoRequest, *, steps: int, num_prompts: int, min_new_seque
         "runs": str(request.work / "runs"),
         "tracking_uri": _tracking(request)[1],
         "num_prompts": num_prompts,
-        "min_new_sequences": min_new_sequences,
         "max_new_tokens": request.max_new_tokens,
         "steps": steps,
         "min_rounds": 100,
-        "num_live_prompts": 6,
-        "num_audit_prompts": 3,
+        "num_live_prompts": tried[0],
+        "num_audit_prompts": tried[1],
     }
     content["schedule"] = {"cron": "* * * * *"}
     return json.dumps(content, indent=1)
