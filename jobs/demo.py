@@ -3,8 +3,8 @@
 On a Ray head of its own: champion v1 comes from little data and few steps, and serves; the schedule starts a retraining
 with more of both, whose v2 beats v1 at the gate and goes live while users ask; a v3 that was trained for one step is
 refused; a rollback brings v1 back. Everything is done by the commands that users have; users are simulated, and what
-became of each of their requests is counted. `demo.log` and `report.md` are left in the --out folder, everything else
-in --work.
+became of each of their requests is counted. `demo.log`, `report.md` and `gate.html`, the report on v2, are left in the
+--out folder, everything else in --work.
 
 Exit code 0 if all of that happened, 1 if something did not.
 """
@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -45,6 +46,9 @@ from serve import applications
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GRAFT = [sys.executable, "-m", "jobs.cli"]
+
+GATE_REPORT = "gate.html"
+_LARGEST_REPORT = 1_000_000  # characters
 
 _LIVE_TIMEOUT_S = 180.0  # for a promoted version to be in force
 _SCHEDULE_TIMEOUT_S = 180.0  # for the next tick's submission: ticks are a minute apart
@@ -87,15 +91,30 @@ class Demo:
     def __post_init__(self) -> None:
         self._start = time.monotonic()
         self.request.out.mkdir(parents=True, exist_ok=True)
+        for name in (GATE_REPORT, "report.md"):  # of an earlier demonstration
+            (self.request.out / name).unlink(missing_ok=True)
         self._log = (self.request.out / "demo.log").open("w", encoding="utf-8")
 
     def write(self, text: str) -> None:
         """Onto the terminal and into the log, without this machine's folders."""
-        for folder, name in ((self.request.work, "WORK"), (REPOSITORY, "."), (Path(sys.prefix), "VENV")):
-            text = text.replace(str(folder), name)
+        text = self._without_folders(text)
         self._log.write(text)
         self._log.flush()
         print(text, end="", flush=True)
+
+    def _without_folders(self, text: str) -> str:
+        for folder, name in ((self.request.work, "WORK"), (REPOSITORY, "."), (Path(sys.prefix), "VENV")):
+            text = text.replace(str(folder), name)
+        return text
+
+    def keep_gate_report(self) -> None:
+        """Leave the newest retraining's report as `gate.html`, unless it is large or still names folders from here."""
+        newest = max((self.request.work / "runs").glob("*/*/report.html"), key=lambda path: path.parent.name)
+        page = self._without_folders(newest.read_text(encoding="utf-8"))
+        if len(page) > _LARGEST_REPORT or any(f"{folder}/" in page for folder in (Path.home(), tempfile.gettempdir())):
+            self.write(f"the gate's report, {len(page)} characters, is left in {newest}\n")
+            return
+        write_aside(self.request.out / GATE_REPORT, page)
 
     @property
     def now_s(self) -> float:
@@ -139,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         demo.write("demo: interrupted; everything it had started is stopped\n")
         return 130
-    report = render_report(load_config(request.config), demo.stages, asked, demo.now_s)
+    has_gate_report = (request.out / GATE_REPORT).exists()
+    report = render_report(load_config(request.config), demo.stages, asked, demo.now_s, has_gate_report=has_gate_report)
     write_aside(request.out / "report.md", report)
     demo.write(f"\n{report}")
     lost = [one for one in asked if not one.is_answered]
@@ -180,6 +200,7 @@ def show(demo: Demo) -> list[Asked]:
                 verdict = _scheduled(demo, second, head)
                 result(verdict)
                 _expect(verdict, "promoted v2")
+                demo.keep_gate_report()
                 users.be(4)
                 _wait_for(url, "v2")
                 result(f"{verdict}; in force without a restart")
@@ -198,7 +219,9 @@ def show(demo: Demo) -> list[Asked]:
     return users.asked
 
 
-def render_report(config: TargetConfig, stages: Sequence[Stage], asked: Sequence[Asked], total_s: float) -> str:
+def render_report(
+    config: TargetConfig, stages: Sequence[Stage], asked: Sequence[Asked], total_s: float, *, has_gate_report: bool
+) -> str:
     """`report.md`."""
     lines = [
         "# The loop, shown once",
@@ -211,6 +234,7 @@ def render_report(config: TargetConfig, stages: Sequence[Stage], asked: Sequence
         "|---|---|---|---|",
         *(f"| {one.at_s:.0f} s | {one.took_s:.0f} s | {one.title} | {one.result} |" for one in stages),
         "",
+        *([f"[What the gate had to judge v2 by]({GATE_REPORT}).", ""] if has_gate_report else []),
         "What became of the users' requests, by the version that answered and by how many users asked at once:",
         "",
         "| version | users | requests | whole answers | tokens a round | tokens/s of an answer, median |",

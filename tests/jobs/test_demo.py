@@ -104,19 +104,42 @@ def test_whatever_goes_wrong_stands_in_the_log(
 def test_the_report(tiny_config: TargetConfig) -> None:
     asked = [Asked(4, Outcome.ok, "v1", 2.0, 20, 10), Asked(4, Outcome.ok, "v2", 1.0, 20, 8)]
     stages = [Stage("a first policy", 3.0, 60.0, "promoted v1: it is faster")]
-    page = render_report(tiny_config, stages, [*asked, Asked(1, Outcome.cut, "", 1.0, 0, 0)], 600.0)
+    asked.append(Asked(1, Outcome.cut, "", 1.0, 0, 0))
+    page = render_report(tiny_config, stages, asked, 600.0, has_gate_report=True)
     assert "| 3 s | 60 s | a first policy | promoted v1: it is faster |" in page
     assert "| v1 | 4 | 1 | 1 | 2.00 | 10.0 |" in page and "| v2 | 4 | 1 | 1 | 2.50 | 20.0 |" in page
+    assert "(gate.html)" in page
     assert "3 requests, of which 1 got no whole answer." in page and "10.0 minutes" in page
 
 
-def test_the_log_has_no_folders_of_this_machine(tmp_path: Path) -> None:
+def demo_in(folder: Path) -> Demo:
     request = DemoRequest(
-        config=Path("targets/smollm2-135m.yaml"), work=tmp_path / "work", out=tmp_path / "out", num_prompts=(1, 1),
+        config=Path("targets/smollm2-135m.yaml"), work=folder / "work", out=folder / "out", num_prompts=(1, 1),
         steps=(1, 1), max_new_tokens=8, busy_s=1.0,
     )  # fmt: skip
-    Demo(request).write(f"run in {tmp_path / 'work'}/runs\n")
+    return Demo(request)
+
+
+def test_the_log_has_no_folders_of_this_machine(tmp_path: Path) -> None:
+    demo_in(tmp_path).write(f"run in {tmp_path / 'work'}/runs\n")
     assert (tmp_path / "out" / "demo.log").read_text() == "run in WORK/runs\n"
+
+
+def test_the_newest_report_of_the_gate_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: "/elsewhere")
+    demo = demo_in(tmp_path)
+    for run in ("20260101T000000", "20260102T000000"):
+        (tmp_path / "work" / "runs" / "target" / run).mkdir(parents=True)
+        (tmp_path / "work" / "runs" / "target" / run / "report.html").write_text(f"{tmp_path}/work/runs of {run}")
+    demo.keep_gate_report()
+    kept = tmp_path / "out" / "gate.html"
+    assert kept.read_text() == "WORK/runs of 20260102T000000"
+    kept.unlink()
+    for page in ("x" * 1_000_001, "in /elsewhere/x", f"in {Path.home()}/x"):
+        (tmp_path / "work" / "runs" / "target" / "20260102T000000" / "report.html").write_text(page)
+        demo.keep_gate_report()
+        assert not kept.exists()
+    assert "is left in WORK/runs" in (tmp_path / "out" / "demo.log").read_text()
 
 
 def test_the_last_word_of_a_retraining_counts() -> None:
