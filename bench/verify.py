@@ -377,7 +377,7 @@ def _lookup(source: Path) -> Lookup:
         cells = {" ".join(str(row[key]) for key in keys): row for row in summary}
     else:
         lines = read_lines(source)
-        cells = {f"{key} {row[key]}": row for row in lines for key in row if isinstance(row[key], int)}
+        cells = {f"{key} {row[key]}": row for row in lines for key in row if isinstance(row[key], int | str)}
         cells |= {f"{row['decoder']} {row['task']}": row for row in lines if "decoder" in row}
 
     def look(name: str) -> Any:

@@ -21,6 +21,9 @@ Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
+MAX_NODES = 4096
+"""Most nodes that a tree of the engine's can have, whatever the policy asks for."""
+
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:

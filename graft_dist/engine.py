@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from graft_dist.active_sequence import ActiveSequence, Outcome, SequenceEvent, failure
 from graft_dist.budget import DraftState, acceptance_history, confidences, degenerations
-from graft_dist.draft_tree import DraftTree, ancestor_masks, build_tree, root_tree
+from graft_dist.draft_tree import MAX_NODES, DraftTree, ancestor_masks, build_tree, root_tree
 from graft_dist.errors import PolicyError, is_device_failure
 from graft_dist.kv_cache import SlotCache
 from graft_dist.policy import DecodingPolicy
@@ -42,10 +42,7 @@ from graft_dist.rounds import Float32Array, Int32Array, RoundRecord, RoundTrace,
 from graft_dist.sampling import SamplingParams, TokenChooser, Verdict, accept
 from graft_dist.target import Target, TargetOutput, greedy_tokens, tree_mask
 
-__all__ = ["MAX_NODES", "Drafter", "Engine", "EngineError", "Proposal", "SequenceEvent"]
-
-MAX_NODES = 4096
-"""Most nodes a tree can have, whatever the policy asks for."""
+__all__ = ["Drafter", "Engine", "EngineError", "Proposal", "SequenceEvent"]
 
 _PENDING_ROWS = 256  # feature rows a slot may keep for the drafter before they are moved into its cache
 _NOT_FINITE = "the target's logits are not finite: no token can be chosen"

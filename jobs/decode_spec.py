@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graft_dist.config import TargetConfig
-from graft_dist.engine import MAX_NODES
+from graft_dist.draft_tree import MAX_NODES
 from graft_dist.errors import ConfigError
 from graft_dist.policy import METHODS, DecodingPolicy, exploring, policy_for
 from graft_dist.sampling import SamplingParams

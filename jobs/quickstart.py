@@ -24,13 +24,8 @@ from types import FrameType
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 from graft_dist.config import TargetConfig, load_config
-from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.errors import GraftError
-from graft_dist.generate import Answer, Request, answer_all, to_request
-from graft_dist.policy import ddtree, plain
 from graft_dist.prompts import Prompt, starter_prompts_path
-from graft_dist.sampling import SamplingParams
-from jobs.generate_command import describe
 from jobs.ray_head import RayHead
 from jobs.ray_jobs import job_client
 from storage.query import query
@@ -158,6 +153,16 @@ def ask(store: Path) -> None:
 
 def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
     """Answer one prompt plainly and with a tree per round, in this process, and print the speed-up."""
+    # Here and not above: the models' libraries take seconds to import, and the job shall not wait for them.
+    from graft_dist.decoder import load_decoder, new_engine
+    from graft_dist.generate import Answer, Request, answer_all, to_request
+    from graft_dist.policy import ddtree, plain
+    from graft_dist.sampling import SamplingParams
+    from jobs.generate_command import describe
+
+    def print_text(request: Request, text: str) -> None:
+        _write(text)
+
     target, drafter = load_decoder(config)
     request = to_request(LIVE_PROMPT, target.tokenizer, config)
     params = SamplingParams(max_new_tokens=max_new_tokens)
@@ -169,15 +174,11 @@ def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
         # The first rounds compile the tree builder and touch new memory: neither belongs into the comparison.
         list(answer_all(engine, [request], SamplingParams(max_new_tokens=8)))
         _title(f"{LIVE_PROMPT.turns[0]}  [{name}]")
-        answers += answer_all(engine, [request], params, on_text=_print_text)
+        answers += answer_all(engine, [request], params, on_text=print_text)
         print(f"\n[{describe(answers[-1])}]", flush=True)
     slow, fast = answers
     same = "the same text" if slow.token_ids == fast.token_ids else "texts differ in bfloat16: see `graft audit`"
     print(f"\nspeed-up by draft trees: {slow.decode_s / fast.decode_s:.2f} times, {same}", flush=True)
-
-
-def _print_text(request: Request, text: str) -> None:
-    _write(text)
 
 
 def _title(text: str) -> None:
@@ -195,8 +196,8 @@ def _request(argv: Sequence[str] | None) -> QuickstartRequest:
     parser.add_argument("--store", type=Path, default=REPOSITORY / ".quickstart" / "store")
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--slots", type=int, default=4)
-    parser.add_argument("--budget", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--budget", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
     options = parser.parse_args(argv)
     return QuickstartRequest(
         config=options.config.resolve(),

@@ -17,8 +17,9 @@ from graft_dist.prompts import Prompt, starter_prompts_path
 from graft_dist.sampling import SamplingParams
 from jobs import collect
 from jobs.cluster import Cluster, check_fits, job_id, wait_until_fits
-from jobs.collect_actor import ActorPlan, load_collector
+from jobs.collect_actor import ActorPlan
 from jobs.collection import CollectRequest, StopSignal, run
+from jobs.collector_loading import load_collector
 from jobs.decode_spec import DecodeSpec
 from jobs.driver import Ending
 from jobs.estimate import check_room, estimate
