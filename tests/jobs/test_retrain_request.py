@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from graft_dist.config import TargetConfig
+from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError
 from jobs.retrain import _parser, request_from
-from jobs.retraining import run
+from jobs.retraining import _check_places, run
+
+TARGETS = sorted((Path(__file__).resolve().parents[2] / "targets").glob("*.yaml"))
+SCHEDULED = [path for path in TARGETS if load_config(path).schedule is not None]
 
 
 @pytest.fixture
@@ -64,3 +68,19 @@ def test_impossible_options_are_said_in_a_sentence(tmp_path: Path, tiny_config: 
 def test_training_waits_for_nodes(tmp_path: Path, tiny_config: TargetConfig) -> None:
     made = request(tmp_path, tiny_config, store="/data/store", num_workers=2)
     assert made.policy_request(tmp_path / "training").placement.wait_for_nodes_s > 0
+
+
+@pytest.mark.usefixtures("in_a_job")
+@pytest.mark.parametrize("path", SCHEDULED, ids=lambda path: path.stem)
+def test_every_shipped_schedule_starts_a_job_that_knows_what_to_do(path: Path, tmp_path: Path) -> None:
+    schedule = load_config(path).schedule
+    assert schedule is not None
+    words = shlex.split(schedule.command(str(path)))
+    assert words[:2] == ["python", "jobs/retrain.py"]
+    made = request_from(_parser().parse_args(words[2:]))
+    assert made.settings.prompts and made.policy_request(tmp_path / "training").config == made.config
+    _check_places(made)
+
+
+def test_some_targets_have_schedules() -> None:
+    assert {"smollm2-135m", "qwen3-8b"} <= {path.stem for path in SCHEDULED}
