@@ -459,7 +459,8 @@ def replay(
 def drift(
     config: Config,
     store: Annotated[
-        str | None, typer.Option(help="Trajectory store, a folder or a file:// URI; default: the config's, of retrain.")
+        str | None,
+        typer.Option(help="Trajectory store: a folder, a file:// or an s3:// URI; default: the config's, of retrain."),
     ] = None,
     since: Annotated[
         datetime | None,
