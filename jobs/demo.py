@@ -93,13 +93,14 @@ class Demo:
         self.request.out.mkdir(parents=True, exist_ok=True)
         for name in (GATE_REPORT, "report.md"):  # of an earlier demonstration
             (self.request.out / name).unlink(missing_ok=True)
-        self._log = (self.request.out / "demo.log").open("w", encoding="utf-8")
+        self._log = self.request.out / "demo.log"
+        self._log.write_text("", encoding="utf-8")
 
     def write(self, text: str) -> None:
         """Onto the terminal and into the log, without this machine's folders."""
         text = self._without_folders(text)
-        self._log.write(text)
-        self._log.flush()
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(text)
         print(text, end="", flush=True)
 
     def _without_folders(self, text: str) -> str:
