@@ -217,7 +217,7 @@ def stream_for_training(root: str, memory: str, threads: int) -> dict[str, Any]:
         depth, width, _ = shapes_of(connection, TARGETS[0], DRAFTER)[0]
         shape = RoundShape(depth, width)
         sequences = recorded_sequences(connection, TARGETS[0], DRAFTER, shape)
-        return {"rounds": sum(len(records) for _, records in round_records(connection, sequences, shape))}
+        return {"rounds": sum(len(records) for _, records in round_records(connection, TARGETS[0], sequences, shape))}
 
 
 def stream_for_replay(root: str, memory: str, threads: int) -> dict[str, Any]:

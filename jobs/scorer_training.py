@@ -43,6 +43,7 @@ class ScorerPlan:
 
     store: str
     snapshot: Snapshot
+    slug: str  # the target's, in the store
     shape: RoundShape
     fit: tuple[RecordedSequence, ...]
     tune: tuple[RecordedSequence, ...]
@@ -67,7 +68,7 @@ class ScorerPlanner:
         self._config, self._store, self._data, self._threads = config, store, data, threads
         self._fit, self._tune = (_strip(data.splits[split]) for split in ("fit", "tune"))
         self._embedding_size, self._embedding_rms = embeddings.shape[1], root_mean_square(embeddings)
-        self._hidden_rms = _hidden_rms(store, data) if data.shape.num_hidden > 0 else 1.0
+        self._hidden_rms = _hidden_rms(store, config.slug, data) if data.shape.num_hidden > 0 else 1.0
 
     def plan(
         self,
@@ -84,6 +85,7 @@ class ScorerPlanner:
         return ScorerPlan(
             store=self._store,
             snapshot=data.snapshot,
+            slug=self._config.slug,
             shape=data.shape,
             fit=self._fit,
             tune=self._tune,
@@ -240,7 +242,7 @@ def _write_lessons(
         LessonWriter(folder) as writer,
     ):
         writer.add(empty_lessons(plan.shape.depth, plan.shape.width, plan.shape.num_hidden), np.zeros(0, np.int64))
-        for sequence, records in round_records(connection, sequences, plan.shape):
+        for sequence, records in round_records(connection, plan.slug, sequences, plan.shape):
             sound = [(at, record) for at, record in enumerate(records, starts[sequence.key]) if record.is_finite]
             num_left_out += len(records) - len(sound)
             numbers += [at for at, _ in sound]
@@ -253,12 +255,12 @@ def _write_lessons(
     return num_left_out
 
 
-def _hidden_rms(store: str, data: LearningData) -> float:
+def _hidden_rms(store: str, slug: str, data: LearningData) -> float:
     """Root mean square of the recorded hidden states of the first sequences."""
     with closing(connect(store, memory_limit=_STORE_MEMORY, snapshot=data.snapshot)) as connection:
         some = [
             record.hidden
-            for _, records in round_records(connection, data.splits["fit"][:64], data.shape)
+            for _, records in round_records(connection, slug, data.splits["fit"][:64], data.shape)
             for record in records
             if record.hidden is not None and record.is_finite
         ]

@@ -1,12 +1,13 @@
 """Recorded rounds as learning wants them: which sequences there are, and their rounds as records, in a fixed order.
 
-The order (unit, sequence, decoded before dense, round) does not depend on files, compaction or attempts, so that "round
-number i" means the same in every run over the same rows. A few units are read at a time, whatever the store holds.
+The order of sequences (unit, sequence) and of a sequence's rounds (decoded before dense, round) does not depend on
+files, compaction or attempts, so that "round number i" means the same in every run over the same rows. Rounds are read
+once, in the order of the files, which is the same in every run over one snapshot; of them, one unit is held at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -23,7 +24,7 @@ from graft_dist.rounds import RoundRecord
 
 _MOST_TIMED = 1_000_000  # timed rounds of one batch size that are read
 
-_ROUNDS_AT_ONCE = 4096  # as many units are read together as hold about so many rounds
+_BATCH_ROUNDS = 4096  # rounds read at a time
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class RecordedSequence:
     """A sequence of which rounds with candidates were recorded."""
 
     unit_id: str
+    attempt: str
     sequence_id: str
     prompt_id: str
     task: str
@@ -149,7 +151,7 @@ def recorded_sequences(
             WHERE target = $target AND {shape.condition}
             GROUP BY ALL
         )
-        SELECT unit_id, sequence_id, prompt_id, task, run_id, prompt_token_ids, num_decoded, num_dense,
+        SELECT unit_id, attempt, sequence_id, prompt_id, task, run_id, prompt_token_ids, num_decoded, num_dense,
             coalesce(source, 'collect'), temperature > 0, epoch(written_at)
         FROM counted JOIN sequences USING (unit_id, attempt, sequence_id)
         WHERE error IS NULL AND drafter_fingerprint = $drafter
@@ -158,8 +160,8 @@ def recorded_sequences(
         {"target": target, "drafter": drafter_fingerprint},
     ).fetchall()
     return [
-        RecordedSequence(unit, sequence, prompt, task, run, tuple(prompt_token_ids), *others)
-        for unit, sequence, prompt, task, run, prompt_token_ids, *others in rows
+        RecordedSequence(unit, attempt, sequence, prompt, task, run, tuple(prompt_token_ids), *others)
+        for unit, attempt, sequence, prompt, task, run, prompt_token_ids, *others in rows
     ]
 
 
@@ -174,41 +176,71 @@ def count_sequences(connection: duckdb.DuckDBPyConnection, target: str, source: 
 
 
 def round_records(
-    connection: duckdb.DuckDBPyConnection, sequences: Sequence[RecordedSequence], shape: RoundShape
+    connection: duckdb.DuckDBPyConnection, target: str, sequences: Sequence[RecordedSequence], shape: RoundShape
 ) -> Iterator[tuple[RecordedSequence, list[RoundRecord]]]:
-    """Stream the rounds of some sequences (in order), one sequence at a time, each in its order.
+    """Stream the rounds of some sequences of a target, one sequence at a time; no other query meanwhile.
+
+    Units come in the order of the files that hold them; within a unit sequences are in order, and so are their rounds.
+    Files are read once from front to back; of row groups, those alone whose units can be among the wanted ones.
 
     Raises:
         StoreError: a sequence has not the rounds that `recorded_sequences` counted.
     """
+    wanted = {(each.unit_id, each.attempt, each.sequence_id): each for each in sequences}
+    left: dict[str, int] = {}  # of a unit, rounds that have not been read
+    for each in sequences:
+        left[each.unit_id] = left.get(each.unit_id, 0) + each.num_decoded + each.num_dense
+    waiting: dict[str, list[tuple[RecordedSequence, RoundRecord]]] = {}  # a unit's rounds, until they are complete
+    for sequence, record in _wanted_rounds(connection, target, wanted, shape) if wanted else ():
+        unit_id = sequence.unit_id
+        if unit_id not in left:
+            raise StoreError(f"the store has changed: unit {unit_id} now has more rounds than were counted")
+        waiting.setdefault(unit_id, []).append((sequence, record))
+        left[unit_id] -= 1
+        if left[unit_id] == 0:
+            del left[unit_id]
+            yield from _by_sequence(waiting.pop(unit_id))
+            if not left:
+                return  # a few units are found long before the last file
+    if left:
+        raise StoreError(f"the store has changed: {sum(left.values())} rounds of {len(left)} units are gone")
+
+
+def _wanted_rounds(
+    connection: duckdb.DuckDBPyConnection,
+    target: str,
+    wanted: Mapping[tuple[str, str, str], RecordedSequence],
+    shape: RoundShape,
+) -> Iterator[tuple[RecordedSequence, RoundRecord]]:
+    """The rounds of these sequences, by (unit, attempt, sequence), in the order of the files."""
     columns = "*" if shape.num_hidden > 0 else "* EXCLUDE (hidden)"
-    for some in _in_parts(sequences):
-        by_key = {sequence.key: sequence for sequence in some}
-        wanted = pa.table({"unit_id": [key[0] for key in by_key], "sequence_id": [key[1] for key in by_key]})
-        units = sorted({key[0] for key in by_key})
-        connection.register("wanted", wanted)
-        table = connection.sql(
-            f"""SELECT {columns} FROM rounds SEMI JOIN wanted USING (unit_id, sequence_id)
-               WHERE unit_id IN (SELECT unnest($units)) AND unit_id BETWEEN $first AND $last
-                   AND {shape.condition}
-               ORDER BY unit_id, sequence_id, kind, round_index""",
-            params={"units": units, "first": units[0], "last": units[-1]},
-        ).to_arrow_table()
-        connection.unregister("wanted")
-        found = groupby(
-            zip(table["unit_id"].to_pylist(), table["sequence_id"].to_pylist(), _records(table, shape), strict=True),
-            key=lambda row: row[:2],
-        )
-        counted = 0
-        for key, rows in found:
-            records = [row[2] for row in rows]
-            sequence = by_key[key]
-            if len(records) != sequence.num_decoded + sequence.num_dense:
-                raise StoreError(f"the store has changed: sequence {key[1]} now has {len(records)} rounds")
-            counted += 1
-            yield sequence, records
-        if counted != len(some):
-            raise StoreError(f"the store has changed: {len(some) - counted} sequences have lost their rounds")
+    units = [unit_id for unit_id, _, _ in wanted]
+    # No join: DuckDB keeps the order of the files through a filter, and may lose it in a join.
+    reader = connection.sql(
+        f"""SELECT {columns} FROM rounds_of_all_attempts
+           WHERE target = $target AND unit_id BETWEEN $first AND $last AND {shape.condition}""",
+        params={"target": target, "first": min(units), "last": max(units)},
+    ).to_arrow_reader(_BATCH_ROUNDS)
+    for batch in reader:
+        keys = zip(*(batch[name].to_pylist() for name in ("unit_id", "attempt", "sequence_id")), strict=True)
+        owners = [wanted.get(key) for key in keys]
+        found = [owner for owner in owners if owner is not None]
+        if found:
+            is_wanted = pa.array([owner is not None for owner in owners])
+            yield from zip(found, _records(pa.Table.from_batches([batch]).filter(is_wanted), shape), strict=True)
+
+
+def _by_sequence(
+    rounds: Iterable[tuple[RecordedSequence, RoundRecord]],
+) -> Iterator[tuple[RecordedSequence, list[RoundRecord]]]:
+    """A unit's rounds in order, sequence by sequence."""
+    ordered = sorted(rounds, key=lambda row: (row[0].sequence_id, row[1].kind, row[1].round_index))
+    for _, rows in groupby(ordered, key=lambda row: row[0].sequence_id):
+        some = list(rows)
+        sequence, records = some[0][0], [record for _, record in some]
+        if len(records) != sequence.num_decoded + sequence.num_dense:
+            raise StoreError(f"the store has changed: sequence {sequence.sequence_id} now has {len(records)} rounds")
+        yield sequence, records
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,19 +318,6 @@ def timed_rounds(
         yield Timed(hardware, batch_size, TimedRounds(*(table[name].to_numpy() for name in columns)))
 
 
-def _in_parts(sequences: Sequence[RecordedSequence]) -> Iterator[list[RecordedSequence]]:
-    part: list[RecordedSequence] = []
-    num_rounds = 0
-    for sequence in sequences:
-        part.append(sequence)
-        num_rounds += sequence.num_decoded + sequence.num_dense
-        if num_rounds >= _ROUNDS_AT_ONCE:
-            yield part
-            part, num_rounds = [], 0
-    if part:
-        yield part
-
-
 _INT_LISTS = ("tree_tokens", "tree_parents", "tree_depths", "target_tokens", "accepted", "followed")
 _NUMBERS = (
     "round_index", "context_length", "root_token", "conf", "degen", "hist", "budget", "num_tokens", "draft_ns",
@@ -318,7 +337,7 @@ def _records(table: pa.Table, shape: RoundShape) -> Iterator[RoundRecord]:
         columns["hidden"] = hidden
     columns["parent_logsumexp"] = _cut(table["parent_logsumexp"], np.float32)
     logits = _flat(table["parent_logits"]).astype(np.float32).reshape(-1, shape.width)
-    columns["parent_logits"] = np.split(logits, _ends(table["parent_logits"]))
+    columns["parent_logits"] = _split(logits, table["parent_logits"])
     for values in zip(*columns.values(), strict=True):
         yield RoundRecord(**dict(zip(columns, values, strict=True)))
 
@@ -328,9 +347,10 @@ def _flat(lists: pa.ChunkedArray) -> np.ndarray:
 
 
 def _cut(lists: pa.ChunkedArray, dtype: type) -> list[np.ndarray]:
-    return np.split(pc.list_flatten(lists).to_numpy().astype(dtype), _ends(lists))
+    return _split(pc.list_flatten(lists).to_numpy().astype(dtype), lists)
 
 
-def _ends(lists: pa.ChunkedArray) -> np.ndarray:
-    """Where each row's values end but the last's; a missing list is an empty one."""
-    return np.cumsum(pc.fill_null(pc.list_value_length(lists), 0).to_numpy())[:-1]
+def _split(values: np.ndarray, lists: pa.ChunkedArray) -> list[np.ndarray]:
+    """The flat values of each row; a missing list is an empty one. `np.split` takes several times as long."""
+    ends = np.cumsum(pc.fill_null(pc.list_value_length(lists), 0).to_numpy()).tolist()
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]

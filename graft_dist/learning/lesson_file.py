@@ -43,7 +43,7 @@ class LessonWriter:
         self._num_rounds = 0
 
     def add(self, part: Lessons, numbers: npt.NDArray[np.int64]) -> None:
-        """Append lessons; `numbers` [S], rising over all parts, are their places among the rounds of all workers."""
+        """Append lessons; `numbers` [S], each once, are their places among the rounds of all workers."""
         self._append("numbers", numbers)
         self._append("candidate_ids", part.candidate_ids)
         self._append("log_probs", part.log_probs)
@@ -100,8 +100,8 @@ def open_share(folder: Path, num_rounds: int) -> Share:
         candidate_ids=arrays["candidate_ids"], log_probs=arrays["log_probs"], hidden=arrays.get("hidden"), **tables
     )
     numbers: npt.NDArray[np.int64] = np.array(arrays["numbers"])
-    rows: npt.NDArray[np.int64] = np.arange(len(numbers))
-    return Share(lessons, rows, numbers, num_rounds)
+    rows = np.argsort(numbers)  # they were written as they were read
+    return Share(lessons, rows, numbers[rows], num_rounds)
 
 
 def empty_lessons(depth: int, num_candidates: int, num_hidden: int) -> Lessons:

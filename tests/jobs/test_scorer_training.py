@@ -43,6 +43,7 @@ def test_rounds_that_are_not_finite_are_left_out_and_counted(
     plan = ScorerPlan(
         store=str(tmp_path / "store"),
         snapshot=store.snapshot(),
+        slug="tiny",
         shape=shape,
         fit=tuple(sequences[:2]),
         tune=tuple(sequences[2:]),

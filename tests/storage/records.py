@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from graft_dist.rounds import RoundRecord, SequenceRecord
 from graft_dist.sampling import SamplingParams
@@ -119,6 +120,21 @@ def write_unit(
         [make_sequence(name, num_rounds) for name in ids],
         [make_round(name, index) for name in ids for index in range(num_rounds)],
     )
+
+
+class _Killed(Exception):
+    """Stands for a kill between the two commits."""
+
+
+class _Dying(TrajectoryStore):
+    def _not_in(self, *_: Any) -> Any:
+        raise _Killed
+
+
+def commit_rounds_only(store: TrajectoryStore, files: list[FileInfo], seq: int) -> None:
+    """What a driver of the run "run" leaves that is killed between its two commits."""
+    with pytest.raises(_Killed):
+        _Dying(store.path).commit(files, "run", seq)
 
 
 def commit_replayable(root: Path) -> None:

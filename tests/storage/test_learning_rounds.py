@@ -23,7 +23,15 @@ from storage.learning_rounds import (
     source_of,
     timed_rounds,
 )
-from tests.storage.records import DATASET, PROVENANCE, commit_replayable, make_round, make_sequence, undrafted
+from tests.storage.records import (
+    DATASET,
+    PROVENANCE,
+    commit_replayable,
+    commit_rounds_only,
+    make_round,
+    make_sequence,
+    undrafted,
+)
 
 SHAPE = RoundShape(2, 3)
 
@@ -53,11 +61,11 @@ def test_sequences_and_their_rounds(root: Path) -> None:
         assert sequences[1].prompt_token_ids == tuple(range(10)) and sequences[1].task == "code"
         assert recorded_sequences(connection, "tiny", "d-2", RoundShape(2, 3)) == []
         assert recorded_sequences(connection, "tiny", "d-1", RoundShape(2, 4)) == []
-        found = list(round_records(connection, sequences[:2], RoundShape(2, 3)))
+        found = list(round_records(connection, "tiny", sequences[:2], RoundShape(2, 3)))
         assert [sequence.sequence_id for sequence, _ in found] == ["chat-1", "code-1"]
         assert [(each.kind, each.round_index) for each in found[1][1]] == [("decoded", 0), ("decoded", 2), ("dense", 1)]
         with pytest.raises(StoreError, match="the store has changed"):
-            list(round_records(connection, [replace(sequences[0], num_decoded=2)], RoundShape(2, 3)))
+            list(round_records(connection, "tiny", [replace(sequences[0], num_decoded=2)], RoundShape(2, 3)))
 
 
 def test_records_are_what_was_written(tmp_path: Path) -> None:
@@ -68,12 +76,47 @@ def test_records_are_what_was_written(tmp_path: Path) -> None:
     key = UnitKey(unit_id="u", attempt="a", run_id="run")
     store.commit(store.write_unit(key, PROVENANCE, [make_sequence("s", 2)], written), "run", turn)
     with connect(tmp_path, threads=1) as connection:
-        ((_, read),) = round_records(
-            connection, recorded_sequences(connection, "tiny", "d-1", RoundShape(2, 3)), RoundShape(2, 3)
-        )
+        sequences = recorded_sequences(connection, "tiny", "d-1", SHAPE)
+        ((_, read),) = round_records(connection, "tiny", sequences, SHAPE)
     for ours, theirs in zip(read, written, strict=True):
         for field in fields(RoundRecord):
             assert np.array_equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
+
+
+def test_rounds_come_once_in_the_order_of_the_files(tmp_path: Path) -> None:
+    """Whole units in the order of the files, whatever order the unit was written in; the same before and after a merge,
+    since files are merged in their order; never rounds of an attempt that does not count or of another target."""
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin("run", "tiny", DATASET)
+    rounds = [make_round(name, index) for index in (1, 0) for name in ("b", "a")]
+    names = {"u-3": "tiny", "u-1": "tiny", "u-2": "other", "u-4": "tiny"}
+    pair = [make_sequence(name, 2) for name in "ab"]
+    died = store.write_unit(UnitKey(unit_id="u-4", attempt="0", run_id="run"), PROVENANCE, pair, rounds)
+    commit_rounds_only(store, died, turn)
+    for at, (unit_id, target) in enumerate(names.items(), turn + 1):
+        key = UnitKey(unit_id=unit_id, attempt="a", run_id="run")
+        store.commit(store.write_unit(key, replace(PROVENANCE, target=target), pair, rounds), "run", at)
+    expected = [(unit_id, name, [0, 1]) for unit_id in ("u-1", "u-3", "u-4") for name in "ab"]
+    assert streamed(tmp_path) == expected
+    assert streamed(tmp_path, only=("u-3",)) == expected[2:4]
+    assert store.compact(orphan_age_hours=24).num_files_after < 9
+    assert streamed(tmp_path) == expected
+    with connect(tmp_path, threads=1) as connection:
+        sequences = recorded_sequences(connection, "tiny", "d-1", SHAPE)
+        with pytest.raises(StoreError, match="1 rounds of 1 units are gone"):
+            list(round_records(connection, "tiny", [replace(sequences[0], num_decoded=3)], SHAPE))
+        with pytest.raises(StoreError, match="unit u-1 now has more rounds than were counted"):
+            list(round_records(connection, "tiny", [replace(sequences[0], num_decoded=1), sequences[2]], SHAPE))
+        assert list(round_records(connection, "tiny", [], SHAPE)) == []
+
+
+def streamed(root: Path, only: tuple[str, ...] = ()) -> list[tuple[str, str, list[int]]]:
+    """(unit, sequence, round indices) as they come."""
+    with connect(root, threads=2) as connection:
+        sequences = recorded_sequences(connection, "tiny", "d-1", SHAPE)
+        wanted = [each for each in sequences if not only or each.unit_id in only]
+        found = list(round_records(connection, "tiny", wanted[::-1], SHAPE))
+    return [(each.unit_id, each.sequence_id, [record.round_index for record in records]) for each, records in found]
 
 
 def test_timings_of_the_busiest_hardware(root: Path) -> None:

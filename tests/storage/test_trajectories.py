@@ -17,7 +17,15 @@ from deltalake import DeltaTable
 from graft_dist.errors import GraftError, StoreError
 from storage import StoreFencedError, TrajectoryStore, UnitKey, connect, new_attempt, run_query
 from storage.schema import ROUNDS, SCHEMA_VERSION, SEQUENCES
-from tests.storage.records import DATASET, PROVENANCE, committed_units, make_round, make_sequence, write_unit
+from tests.storage.records import (
+    DATASET,
+    PROVENANCE,
+    commit_rounds_only,
+    committed_units,
+    make_round,
+    make_sequence,
+    write_unit,
+)
 
 
 @pytest.fixture
@@ -254,19 +262,6 @@ def test_killed_between_rename_and_commit(store):
     assert committed_units(resumed) == set() and counts(store) == (0, 0)
     resumed.commit(write_unit(resumed, "u1", "a2"), "run", resumed.begin("run", "tiny", DATASET))
     assert attempts(store) == [("u1", "a2", "a2")] and counts(store) == (2, 6)
-
-
-class Killed(Exception):
-    pass
-
-
-def commit_rounds_only(store, files, seq):
-    class Dying(TrajectoryStore):
-        def _not_in(self, log, units):
-            raise Killed
-
-    with pytest.raises(Killed):
-        Dying(store.path).commit(files, "run", seq)
 
 
 def test_killed_between_the_two_commits(store):

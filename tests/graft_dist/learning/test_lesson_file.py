@@ -38,12 +38,12 @@ def test_parts_come_back_as_one(tmp_path: Path) -> None:
     parts = [lessons_of(some_rounds(number)) for number in (5, 3)]
     with LessonWriter(tmp_path / "lessons") as writer:
         writer.add(empty_lessons(2, 3, 0), np.zeros(0, np.int64))
-        writer.add(parts[0], np.array([0, 2, 4, 6, 8]))
-        writer.add(parts[1], np.array([10, 12, 15]))
+        writer.add(parts[0], np.array([10, 12, 4, 6, 8]))  # as they are read: in the order of the files
+        writer.add(parts[1], np.array([0, 2, 15]))
     share = open_share(tmp_path / "lessons", 20)
     same(share.lessons, join_lessons(parts))
     assert share.num_rounds == 20 and share.lessons.candidate_ids.dtype == np.int32
-    assert share.rows_of(np.array([12, 3, 0, 19, 8])).tolist() == [0, 4, 6]
+    assert share.rows_of(np.array([12, 3, 0, 19, 8])).tolist() == [1, 4, 5]
     assert [path.name for path in tmp_path.iterdir()] == ["lessons"]
 
 
