@@ -138,7 +138,7 @@ def _replayed(
         drawn.append(sequence)
         num_rounds += sequence.num_decoded
     selection = Selection(target=slug, prompt_ids=sorted({each.prompt_id for each in drawn}), kind="decoded")
-    prompt_of = {each.key: _hash(repr(each.prompt_token_ids)) for each in drawn}
+    prompt_of = {each.key: each.prompt_name for each in drawn}
     return Acceptance.of(recorded_rounds(connection, selection), prompt_of, budget)
 
 

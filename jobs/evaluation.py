@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from jobs.cluster import connected, reserved
 from jobs.gate import Evidence, Side, compare
 from jobs.learning_data import LearningData, decoded_rounds, open_snapshot, read_learning_data
 from jobs.live_trial import Audit, LivePlan, LiveTrial, Turns, run_live
+from storage import connect
+from storage.learning_rounds import prompts_of
 
 Version = tuple[int, Path]
 """A registered version's number and its policy's folder."""
@@ -108,7 +111,8 @@ class Evaluator:
     ) -> tuple[Evidence | None, Audit | None]:
         """Run the live trial and the audit where the models fit: as a task with an actor's resources."""
         settings = self.settings
-        requests = _test_requests(data, max(settings.num_live_prompts, settings.num_audit_prompts))
+        most = max(settings.num_live_prompts, settings.num_audit_prompts)
+        requests = _test_requests(data, self.store, self.config.slug, most)
         if not requests:
             return None, None
         cpus, gpus = self.config.resources.num_cpus, self.config.resources.num_gpus
@@ -175,7 +179,13 @@ def _totals(turns: Turns) -> Any:
     return np.array([turns.decode_ms, turns.num_tokens], np.float64).T
 
 
-def _test_requests(data: LearningData, count: int) -> tuple[Request, ...]:
+def _test_requests(data: LearningData, store: str, slug: str, count: int) -> tuple[Request, ...]:
     """The first prompts of the test split, in the order of their ids."""
     found = {sequence.prompt_id: sequence for sequence in data.splits["test"]}
-    return tuple(Request(name, found[name].task, list(found[name].prompt_token_ids)) for name in sorted(found)[:count])
+    chosen = [found[name] for name in sorted(found)[:count]]
+    with closing(connect(store, snapshot=data.snapshot)) as connection:
+        requests = [
+            Request(sequence.prompt_id, sequence.task, list(token_ids))
+            for sequence, token_ids in prompts_of(connection, slug, chosen)
+        ]
+    return tuple(sorted(requests, key=lambda request: request.prompt_id))

@@ -8,8 +8,7 @@ never changes sides as data grows.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +28,7 @@ from storage.learning_rounds import (
     Source,
     hidden_size_of,
     num_of_other_drafters,
+    prompts_of,
     recorded_sequences,
     shapes_of,
     source_of,
@@ -60,11 +60,11 @@ class LearningData:
 
     def prompt_of(self, split: LearningSplit) -> dict[SequenceName, str]:
         """Sequences of a split, each with a name of what was asked: prompt ids are unique within a run only."""
-        return {sequence.key: _prompt_name(sequence) for sequence in self.splits[split]}
+        return {sequence.key: sequence.prompt_name for sequence in self.splits[split]}
 
     def halves(self, split: LearningSplit) -> list[dict[SequenceName, str]]:
         """`prompt_of` the sequences with decoded rounds in two parts, each with half of the prompts."""
-        names = {each.key: _prompt_name(each) for each in self.splits[split] if each.num_decoded > 0}
+        names = {each.key: each.prompt_name for each in self.splits[split] if each.num_decoded > 0}
         first = set(sorted(set(names.values()))[::2])
         return [{key: name for key, name in names.items() if (name in first) == side} for side in (True, False)]
 
@@ -81,10 +81,6 @@ class LearningData:
             num_dense_rounds=sum(sequence.num_dense for sequence in every),
             num_held_out_rounds=self.num_rounds("tune", "test"),
         )
-
-
-def _prompt_name(sequence: RecordedSequence) -> str:
-    return hashlib.sha256(repr(sequence.prompt_token_ids).encode()).hexdigest()[:16]
 
 
 def decoded_rounds(data: LearningData, root: str, slug: str, split: LearningSplit) -> Iterator[RecordedRounds]:
@@ -155,7 +151,9 @@ def read_learning_data(
         shape = _shape(shapes, drafter.draft_depth, num_hidden)
         sequences = recorded_sequences(connection, config.slug, drafter_fingerprint, shape)
         num_others = num_of_other_drafters(connection, config.slug, drafter_fingerprint)
-    splits, num_trained_on, num_unreadable = _split(config, sequences, every_prompt)
+        asked = {sequence.prompt_name: sequence for sequence in sequences}
+        uses = _uses(config, prompts_of(connection, config.slug, asked.values()), every_prompt)
+    splits, num_trained_on, num_unreadable = _split(sequences, uses)
     data = LearningData(
         snapshot=snapshot,
         source=source,
@@ -183,26 +181,33 @@ def _shape(shapes: Sequence[tuple[int, int, int]], depth: int, num_hidden: int) 
     return RoundShape(*fitting[0], num_hidden)
 
 
-def _split(
-    config: TargetConfig, sequences: Sequence[RecordedSequence], every_prompt: bool
-) -> tuple[dict[LearningSplit, list[RecordedSequence]], int, int]:
+def _uses(
+    config: TargetConfig, prompts: Iterable[tuple[RecordedSequence, tuple[int, ...]]], every_prompt: bool
+) -> dict[str, LearningSplit | None]:
+    """What each prompt that can be read back is for, by its name; None: the drafter may have been trained on it."""
     where: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     reader = PromptReader(read_tokenizer(config.target, **where), config.system_prompt, config.enable_thinking)
+    uses: dict[str, LearningSplit | None] = {}
+    for sequence, token_ids in prompts:
+        turns = reader.turns(token_ids)
+        if turns is not None:
+            uses[sequence.prompt_name] = learning_split(turns) if every_prompt or is_held_out(turns) else None
+    return uses
+
+
+def _split(
+    sequences: Sequence[RecordedSequence], uses: Mapping[str, LearningSplit | None]
+) -> tuple[dict[LearningSplit, list[RecordedSequence]], int, int]:
+    """The sequences by split, and how many are left out: of prompts the drafter may know, and of unreadable ones."""
     splits: dict[LearningSplit, list[RecordedSequence]] = {split: [] for split in SPLITS}
-    known: dict[tuple[int, ...], tuple[str, ...] | None] = {}
-    num_trained_on = num_unreadable = 0
+    num_trained_on = 0
     for sequence in sequences:
-        ids = sequence.prompt_token_ids
-        if ids not in known:
-            known[ids] = reader.turns(ids)
-        turns = known[ids]
-        if turns is None:
-            num_unreadable += 1
-        elif not (every_prompt or is_held_out(turns)):
+        use = uses.get(sequence.prompt_name)
+        if use is not None:
+            splits[use].append(sequence)
+        elif sequence.prompt_name in uses:
             num_trained_on += 1
-        else:
-            splits[learning_split(turns)].append(sequence)
-    return splits, num_trained_on, num_unreadable
+    return splits, num_trained_on, len(sequences) - num_trained_on - sum(map(len, splits.values()))
 
 
 def _check_enough(data: LearningData, num_sequences: int, min_rounds: int) -> None:
@@ -216,7 +221,7 @@ def _check_enough(data: LearningData, num_sequences: int, min_rounds: int) -> No
     if num_fit < min_rounds:
         raise StoreError(f"there are only {num_fit} rounds to fit on, and --min-rounds asks for {min_rounds}")
     for split, least in _LEAST_PROMPTS.items():
-        num_prompts = len({sequence.prompt_token_ids for sequence in data.splits[split] if sequence.num_decoded > 0})
+        num_prompts = len({sequence.prompt_name for sequence in data.splits[split] if sequence.num_decoded > 0})
         if num_prompts < least:
             raise StoreError(
                 f"{num_prompts} prompts of the {split} split have decoded rounds, and {least} are needed to compare "

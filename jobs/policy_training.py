@@ -151,7 +151,7 @@ def run(request: PolicyRequest) -> int:
 def _say_data(data: LearningData) -> None:
     for split, sequences in data.splits.items():
         decoded, dense = (sum(getattr(each, name) for each in sequences) for name in ("num_decoded", "num_dense"))
-        prompts = len({sequence.prompt_token_ids for sequence in sequences})
+        prompts = len({sequence.prompt_name for sequence in sequences})
         say(f"{split}: {prompts} prompts, {decoded} decoded and {dense} dense rounds")
     if data.num_trained_on or data.num_unreadable or data.num_of_other_drafters:
         say(

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class ScorerPlanner:
         self, config: TargetConfig, store: str, data: LearningData, embeddings: torch.Tensor, threads: int
     ) -> None:
         self._config, self._store, self._data, self._threads = config, store, data, threads
-        self._fit, self._tune = (_strip(data.splits[split]) for split in ("fit", "tune"))
+        self._fit, self._tune = (tuple(data.splits[split]) for split in ("fit", "tune"))
         self._embedding_size, self._embedding_rms = embeddings.shape[1], root_mean_square(embeddings)
         self._hidden_rms = _hidden_rms(store, config.slug, data) if data.shape.num_hidden > 0 else 1.0
 
@@ -265,8 +265,3 @@ def _hidden_rms(store: str, slug: str, data: LearningData) -> float:
             if record.hidden is not None and record.is_finite
         ]
     return root_mean_square(torch.from_numpy(np.stack(some)))
-
-
-def _strip(sequences: Sequence[RecordedSequence]) -> tuple[RecordedSequence, ...]:
-    """The same without their prompts, which workers do not need."""
-    return tuple(replace(sequence, prompt_token_ids=()) for sequence in sequences)

@@ -24,12 +24,12 @@ from graft_dist.rounds import RoundRecord
 
 _MOST_TIMED = 1_000_000  # timed rounds of one batch size that are read
 
-_BATCH_ROUNDS = 4096  # rounds read at a time
+_BATCH_ROWS = 4096  # rows read at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RecordedSequence:
-    """A sequence of which rounds with candidates were recorded."""
+    """A sequence of which rounds with candidates were recorded. All of a store's are held at once: keep it small."""
 
     unit_id: str
     attempt: str
@@ -37,7 +37,7 @@ class RecordedSequence:
     prompt_id: str
     task: str
     run_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_name: str  # of what was asked, the same in every run; `prompts_of` reads the tokens
     num_decoded: int  # rounds of the wanted shape
     num_dense: int
     source: str  # collect or traffic
@@ -120,11 +120,12 @@ def shapes_of(
 
 def num_of_other_drafters(connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str) -> int:
     """Return how many sequences of a target were decoded with another drafter."""
-    row = connection.execute(
+    # All rows, though there is one: a result that is not read to its end keeps others from being streamed.
+    ((count,),) = connection.execute(
         "SELECT count(*) FROM sequences WHERE target = ? AND error IS NULL AND drafter_fingerprint <> ?",
         [target, drafter_fingerprint],
-    ).fetchone()
-    return 0 if row is None else int(row[0])
+    ).fetchall()
+    return int(count)
 
 
 def hidden_size_of(connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str) -> int:
@@ -138,11 +139,17 @@ def hidden_size_of(connection: duckdb.DuckDBPyConnection, target: str, drafter_f
     return int(rows[0][0]) if rows else 0
 
 
+# Of a prompt's tokens: the first 16 hexadecimal digits of the SHA-256 of "(1, 2, 3)".
+_PROMPT_NAME = (
+    "left(sha256('(' || trim(prompt_token_ids::VARCHAR, '[]') || if(len(prompt_token_ids) = 1, ',)', ')')), 16)"
+)
+
+
 def recorded_sequences(
     connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, shape: RoundShape
 ) -> list[RecordedSequence]:
     """Return the sequences that have rounds of this shape, in order."""
-    rows = connection.execute(
+    found = connection.execute(
         f"""
         WITH counted AS (
             SELECT unit_id, attempt, sequence_id, count(*) FILTER (kind = 'decoded') AS num_decoded,
@@ -151,18 +158,37 @@ def recorded_sequences(
             WHERE target = $target AND {shape.condition}
             GROUP BY ALL
         )
-        SELECT unit_id, attempt, sequence_id, prompt_id, task, run_id, prompt_token_ids, num_decoded, num_dense,
+        SELECT unit_id, attempt, sequence_id, prompt_id, task, run_id, {_PROMPT_NAME}, num_decoded, num_dense,
             coalesce(source, 'collect'), temperature > 0, epoch(written_at)
         FROM counted JOIN sequences USING (unit_id, attempt, sequence_id)
         WHERE error IS NULL AND drafter_fingerprint = $drafter
         ORDER BY unit_id, sequence_id
         """,
         {"target": target, "drafter": drafter_fingerprint},
-    ).fetchall()
-    return [
-        RecordedSequence(unit, attempt, sequence, prompt, task, run, tuple(prompt_token_ids), *others)
-        for unit, attempt, sequence, prompt, task, run, prompt_token_ids, *others in rows
-    ]
+    )
+    sequences: list[RecordedSequence] = []
+    while rows := found.fetchmany(_BATCH_ROWS):
+        sequences += (RecordedSequence(*row) for row in rows)
+    return sequences
+
+
+def prompts_of(
+    connection: duckdb.DuckDBPyConnection, target: str, sequences: Iterable[RecordedSequence]
+) -> Iterator[tuple[RecordedSequence, tuple[int, ...]]]:
+    """Stream the prompts of some sequences of a target, as token ids, in no order; no other query meanwhile."""
+    wanted = {each.key: each for each in sequences}
+    if not wanted:
+        return
+    reader = connection.sql(
+        "SELECT unit_id, sequence_id, prompt_token_ids FROM sequences WHERE target = $target",
+        params={"target": target},
+    ).to_arrow_reader(_BATCH_ROWS)
+    for batch in reader:
+        keys = zip(batch["unit_id"].to_pylist(), batch["sequence_id"].to_pylist(), strict=True)
+        for key, token_ids in zip(keys, batch["prompt_token_ids"], strict=True):
+            sequence = wanted.get(key)
+            if sequence is not None:
+                yield sequence, tuple(token_ids.as_py())
 
 
 def count_sequences(connection: duckdb.DuckDBPyConnection, target: str, source: str, since: float) -> int:
@@ -220,7 +246,7 @@ def _wanted_rounds(
         f"""SELECT {columns} FROM rounds_of_all_attempts
            WHERE target = $target AND unit_id BETWEEN $first AND $last AND {shape.condition}""",
         params={"target": target, "first": min(units), "last": max(units)},
-    ).to_arrow_reader(_BATCH_ROUNDS)
+    ).to_arrow_reader(_BATCH_ROWS)
     for batch in reader:
         keys = zip(*(batch[name].to_pylist() for name in ("unit_id", "attempt", "sequence_id")), strict=True)
         owners = [wanted.get(key) for key in keys]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from storage.learning_rounds import (
     Source,
     Timed,
     num_of_other_drafters,
+    prompts_of,
     recorded_sequences,
     round_records,
     shapes_of,
@@ -58,7 +60,9 @@ def test_sequences_and_their_rounds(root: Path) -> None:
         assert [(each.sequence_id, each.num_decoded, each.num_dense) for each in sequences] == [
             ("chat-1", 1, 0), ("code-1", 2, 1), ("gone-1", 1, 0), ("gone-2", 1, 0),
         ]  # fmt: skip
-        assert sequences[1].prompt_token_ids == tuple(range(10)) and sequences[1].task == "code"
+        assert sequences[1].prompt_name == prompt_name(tuple(range(10))) and sequences[1].task == "code"
+        prompts = list(prompts_of(connection, "tiny", sequences[1:2]))
+        assert prompts == [(sequences[1], tuple(range(10)))]
         assert recorded_sequences(connection, "tiny", "d-2", RoundShape(2, 3)) == []
         assert recorded_sequences(connection, "tiny", "d-1", RoundShape(2, 4)) == []
         found = list(round_records(connection, "tiny", sequences[:2], RoundShape(2, 3)))
@@ -66,6 +70,27 @@ def test_sequences_and_their_rounds(root: Path) -> None:
         assert [(each.kind, each.round_index) for each in found[1][1]] == [("decoded", 0), ("decoded", 2), ("dense", 1)]
         with pytest.raises(StoreError, match="the store has changed"):
             list(round_records(connection, "tiny", [replace(sequences[0], num_decoded=2)], RoundShape(2, 3)))
+
+
+def test_prompts_have_names(tmp_path: Path) -> None:
+    """The same at all times: which prompts settle what a policy is fitted to goes by them."""
+    asked = [(), (7,), (7, 8), (49151, 0, 3)]
+    store = TrajectoryStore(tmp_path)
+    turn = store.begin("run", "tiny", DATASET)
+    sequences = [make_sequence(f"s-{at}", 1, prompt_token_ids=list(ids)) for at, ids in enumerate(asked)]
+    key = UnitKey(unit_id="u", attempt="a", run_id="run")
+    rounds = [make_round(f"s-{at}", 0) for at in range(len(asked))]
+    store.commit(store.write_unit(key, PROVENANCE, sequences, rounds), "run", turn)
+    with connect(tmp_path, threads=1) as connection:
+        found = recorded_sequences(connection, "tiny", "d-1", SHAPE)
+        assert [each.prompt_name for each in found] == [prompt_name(ids) for ids in asked]
+        assert {each.sequence_id: ids for each, ids in prompts_of(connection, "tiny", found)} == {
+            f"s-{at}": ids for at, ids in enumerate(asked)
+        }
+
+
+def prompt_name(token_ids: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(token_ids).encode()).hexdigest()[:16]
 
 
 def test_records_are_what_was_written(tmp_path: Path) -> None:
