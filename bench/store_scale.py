@@ -1,11 +1,14 @@
 """A store of synthetic rounds, as large as asked for: written, asked, streamed, merged, deleted from; each step timed.
 
-    python bench/store_scale.py --rounds 10000000 --store DIR [--out bench/store-scale] [--memory 2GB] [--threads 2]
+    python bench/store_scale.py --rounds 10000000 --store DIR [--out bench/store-scale] [--memory 2GB]
+        [--process-memory 3GB] [--threads 2]
 
 Values are random, sizes those of real rounds (7 depths of 16 candidates, budgets from 4 to 32, about 1 kB a round).
 Eight runs in four days; run-3 and run-7 are of another target. So questions about one target or run have files to skip,
-and merged files hold two runs. Every step has a process of its own; DuckDB's memory is limited. `DIR` is made, and must
-not be there. `--out` gets the rows (raw.jsonl), the machine (run.json) and a table (summary.md).
+and merged files hold two runs. Every step has a process of its own. DuckDB's memory is limited, and so is that of the
+whole process, by the kernel (`RLIMIT_DATA`, on Linux): a step that wants more fails, and the benchmark with it. `DIR`
+is made, and must not be there. `--out` gets the machine (run.json, first), the rows (raw.jsonl, one by one) and a table
+(summary.md, in the end, also of what was done before a step failed).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import re
 import resource
 import sys
 import time
@@ -39,6 +43,7 @@ FIRST_DAY = datetime(2026, 1, 1, tzinfo=UTC)
 NUM_RUNS, RUNS_PER_DAY = 8, 2
 SEQUENCES_PER_UNIT, ROUNDS_PER_SEQUENCE = 32, 64
 FILES_PER_COMMIT = 100
+PROGRESS_S = 20.0  # between two signs of life
 TASKS = ("code", "chat", "math", "prose")
 DATASET, DRAFTER = {"target_fingerprint": "synthetic"}, "synthetic"
 TYPES = {field.name: field.type for schema in (ROUNDS, SEQUENCES) for field in schema}
@@ -185,6 +190,7 @@ def write(root: str, num_rounds: int) -> dict[str, Any]:
     """Write and commit units until every run has its share."""
     store, rng = TrajectoryStore(root), np.random.default_rng(0)
     num_written = num_bytes = num_files = 0
+    due = time.monotonic() + PROGRESS_S
     for run in range(NUM_RUNS):
         run_id, target = f"run-{run}", TARGETS[run % 4 == 3]
         day = FIRST_DAY + timedelta(days=run // RUNS_PER_DAY)
@@ -201,7 +207,9 @@ def write(root: str, num_rounds: int) -> dict[str, Any]:
             if num_written >= aim or len(waiting) >= FILES_PER_COMMIT:
                 store.commit(waiting, run_id, seq)
                 seq, waiting = seq + 1, []
-        print(f"  {num_written:,} of {num_rounds:,} rounds", flush=True)
+            if time.monotonic() >= due or num_written >= num_rounds:
+                print(f"  {num_written:,} of {num_rounds:,} rounds", flush=True)
+                due = time.monotonic() + PROGRESS_S
     return {"rounds": num_written, "files": num_files, "mb": round(num_bytes / 1e6, 1)}
 
 
@@ -264,7 +272,26 @@ def steps(root: str, num_rounds: int, memory: str, threads: int) -> Iterator[Ste
     yield "query: summary", "deleted from", ask, (root, memory, threads, "summary")
 
 
-def _child(pipe: Any, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+def keep_machine(out: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Write down what is about to be measured, and on what."""
+    from jobs.provenance import provenance  # here: it loads libraries whose memory the steps would seem to use
+
+    (out / "run.json").write_text(json.dumps({"options": options, **provenance()}, indent=2) + "\n", encoding="utf-8")
+    return {}
+
+
+def num_bytes_of(text: str) -> int:
+    """A size as DuckDB takes it: "3GB" is 3e9 bytes."""
+    factors = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 3GB")
+    return int(float(match[1]) * factors[match[2].upper()])
+
+
+def _child(pipe: Any, limit: int | None, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     started = time.perf_counter()
     result = function(*arguments)
     seconds = time.perf_counter() - started
@@ -272,14 +299,19 @@ def _child(pipe: Any, function: Callable[..., dict[str, Any]], arguments: tuple[
     pipe.send((seconds, time.process_time(), peak_mib, result))
 
 
-def measure(step: str, state: str, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> Measured:
-    """Do a step in a process of its own: memory that one has touched is not another's."""
+def measure(
+    step: str, state: str, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], limit: int | None
+) -> Measured:
+    """Do a step in a process of its own: memory that one has touched is not another's. `limit`: bytes it may have."""
     # This process only imports: it has no threads that a fork could break.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, function, arguments))
+    process = context.Process(target=_child, args=(sender, limit, function, arguments))
+    started = time.monotonic()
     process.start()
     sender.close()
+    while not receiver.poll(PROGRESS_S):
+        print(f"  {step} ({state}): {time.monotonic() - started:.0f} s so far", flush=True)
     try:
         seconds, cpu_s, peak_mib, result = receiver.recv()
     except EOFError:
@@ -288,9 +320,13 @@ def measure(step: str, state: str, function: Callable[..., dict[str, Any]], argu
     return Measured(step, state, round(seconds, 3), round(cpu_s, 3), round(peak_mib, 1), result)
 
 
-def summary(rows: Sequence[Measured], memory: str) -> str:
+def summary(rows: Sequence[Measured], memory: str, process_memory: str) -> str:
     """A table for people."""
-    lines = [f"DuckDB was given {memory}. Peak: of the step's whole process, libraries included.", ""]
+    lines = [
+        f"DuckDB was given {memory}, each step's whole process {process_memory} (RLIMIT_DATA). Peak: resident, of the "
+        "step's whole process, libraries included.",
+        "",
+    ]
     lines += ["| step | store | seconds | peak MiB | result |", "|---|---|---:|---:|---|"]
     for row in rows:
         result = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in row.result.items())
@@ -308,23 +344,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--store", type=Path, required=True, metavar="DIR", help="folder for the store; must not be there")
     add("--out", type=Path, default=Path("bench/store-scale"), metavar="DIR", help="folder for the results")
     add("--memory", default="2GB", help="DuckDB's limit (2GB)")
+    add("--process-memory", default="3GB", help="each step's limit, by the kernel (3GB)")
     add("--threads", type=int, default=2, metavar="N", help="DuckDB's threads (2)")
     options = parser.parse_args(argv)
     if options.store.exists():
         parser.error(f"{options.store} is there already: choose another folder, or delete it")
+    try:
+        limit = num_bytes_of(options.process_memory)
+    except ValueError as error:
+        parser.error(f"--process-memory: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    with (options.out / "raw.jsonl").open("w", encoding="utf-8") as raw:
-        for step in steps(str(options.store.absolute()), options.rounds, options.memory, options.threads):
-            row = measure(*step)
-            rows.append(row)
-            raw.write(json.dumps(asdict(row)) + "\n")
-            raw.flush()
-            print(f"{row.step} ({row.state}): {row.seconds:.2f} s, {row.peak_mib:.0f} MiB, {row.result}", flush=True)
-    from jobs.provenance import provenance  # only now: it loads libraries whose memory the steps would seem to use
-
-    (options.out / "run.json").write_text(json.dumps(provenance(), indent=2) + "\n", encoding="utf-8")
-    (options.out / "summary.md").write_text(summary(rows, options.memory), encoding="utf-8")
+    shown = {name: value for name, value in vars(options).items() if name not in ("store", "out")}
+    measure("provenance", "no store", keep_machine, (options.out, shown), None)
+    rows: list[Measured] = []
+    try:
+        with (options.out / "raw.jsonl").open("w", encoding="utf-8") as raw:
+            for step in steps(str(options.store.absolute()), options.rounds, options.memory, options.threads):
+                row = measure(*step, limit)
+                rows.append(row)
+                raw.write(json.dumps(asdict(row)) + "\n")
+                raw.flush()
+                print(
+                    f"{row.step} ({row.state}): {row.seconds:.2f} s, {row.peak_mib:.0f} MiB, {row.result}", flush=True
+                )
+    finally:
+        table = summary(rows, options.memory, options.process_memory)
+        (options.out / "summary.md").write_text(table, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,15 +5,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "store_scale.py"
 
 
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, since it forks: a process of other tests has threads."""
+    where = ["--store", str(folder / "store"), "--out", str(folder / "out")]
+    command = [sys.executable, str(SCRIPT), *options, *where]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_every_step_leaves_a_row(tmp_path: Path) -> None:
-    # In a process of its own, since it forks: a process of other tests has threads.
-    where = ["--store", str(tmp_path / "store"), "--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--rounds", "2000", *where], capture_output=True, text=True, check=False
-    )
+    done = run(tmp_path, "--rounds", "2000")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "out" / "raw.jsonl").read_text().splitlines()]
     by_step = {(row["step"], row["state"]): row["result"] for row in rows}
@@ -25,4 +30,18 @@ def test_every_step_leaves_a_row(tmp_path: Path) -> None:
     assert by_step["forget a run", "merged"]["files"] == 2 and by_step["forget two days", "merged"]["files"] == 6
     table = (tmp_path / "out" / "summary.md").read_text()
     assert all(f"| {step} | {state} |" in table for step, state in by_step)
+    about = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert about["machine"] and about["options"]["process_memory"] == "3GB"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere RLIMIT_DATA counts other memory, or none")
+def test_a_step_that_wants_more_memory_than_it_may_have_fails(tmp_path: Path) -> None:
+    done = run(tmp_path, "--rounds", "200", "--process-memory", "20MB")
+    assert done.returncode != 0 and "write (empty) failed" in done.stderr
+    assert "| step | store |" in (tmp_path / "out" / "summary.md").read_text()
     assert json.loads((tmp_path / "out" / "run.json").read_text())["machine"]
+
+
+def test_a_limit_that_is_no_size_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, "--rounds", "200", "--process-memory", "much")
+    assert done.returncode == 2 and "'much' is not a size such as 3GB" in done.stderr
