@@ -35,14 +35,15 @@ demo: setup  ## learn, serve, learn again under load, refuse, roll back; writes 
 
 test: setup check  ## set up, then lint, types and every test
 
-# Every step runs even when an earlier one fails, so that one run shows all there is to mend; the tests come last.
+# Every step runs even when an earlier one fails, so that one run shows all there is to mend; the tests come last. One
+# process takes the files whose tests start Ray, one after another, the other the rest (tests/conftest.py).
 check: setup  ## lint, types and every test with coverage, in the environment as it is
 	@failed=""; \
 	$(BIN)/ruff check . || failed="$$failed ruff-check"; \
 	$(BIN)/ruff format --check . || failed="$$failed ruff-format"; \
 	$(BIN)/mypy || failed="$$failed mypy"; \
 	if [ -n "$$failed" ]; then echo "failed before the tests:$$failed"; fi; \
-	$(BIN)/python -m pytest --cov --cov-report=term || failed="$$failed pytest"; \
+	$(BIN)/python -m pytest --numprocesses 2 --cov --cov-report=term || failed="$$failed pytest"; \
 	test -z "$$failed"
 
 lock:  ## resolve the dependencies of pyproject.toml anew and write requirements.lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from graft_dist.counter_random import hash_counters
 from graft_dist.drafter import DrafterConfig
@@ -43,6 +46,31 @@ _CORPUS = (
     "def add(a, b):\n    return a + b\n",
     "a round is draft, build, verify, accept, commit; café, naïve, 12 + 30 = 42",
 )
+
+
+class FilesTogether(LoadScopeScheduling):
+    """Of several test processes each takes whole files, and one all files that start Ray, which it begins with.
+
+    Two clusters would fight over the CPUs. pytest-xdist's own groups do not hold together under pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if ROOT / nodeid.partition("::")[0] in _ray_files() else nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if "ray" in self.workqueue:
+            self.workqueue.move_to_end("ray", last=False)
+        super()._assign_work_unit(node)
+
+
+@cache
+def _ray_files() -> frozenset[Path]:
+    return frozenset(file for file in ROOT.glob("tests/**/test_*.py") if "mark.ray" in file.read_text(encoding="utf-8"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
+    """Called where `--numprocesses` is given."""
+    return FilesTogether(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
