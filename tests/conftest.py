@@ -68,6 +68,7 @@ def _ray_files() -> frozenset[Path]:
     return frozenset(file for file in ROOT.glob("tests/**/test_*.py") if "mark.ray" in file.read_text(encoding="utf-8"))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether:
     """Called where `--numprocesses` is given."""
     return FilesTogether(config, log)
