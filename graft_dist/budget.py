@@ -267,14 +267,15 @@ price: expected tokens - price * milliseconds, where the price is the long-run r
 
 @dataclass
 class UtilityBudget:
-    """Verifies the nodes that pay: joint budgets of all slots by marginal gain, under a measured cost curve.
+    """Verifies the nodes that pay: joint budgets of all slots by what they bring, under a measured cost curve.
 
-    The slots' nodes are merged by falling gain and cut where the utility of the whole batch peaks; a slot may get none.
-    For nested trees and a convex curve that is the exact optimum.
+    One pass verifies all slots, each with as many rows as the largest tree has: its size is chosen so that the utility
+    of the whole batch peaks, for trees of all sizes at once, so that this is the optimum under any curve.
 
     Whether to draft at all must be decided before anything is known of the round, so it is judged by the gains of the
     rounds so far: when the best such budget is slower than a plain round of the same batch, nothing is drafted
-    (`may_rest`), except in every `probe_every`-th round, to see whether that still holds.
+    (`may_rest`), except in every `probe_every`-th round, to see whether that still holds. Each such probe whose own
+    trees do not pay either doubles the rounds until the next, up to `probe_seldom`.
 
     The object carries running averages: it belongs to one engine, or to one replay.
     """
@@ -285,6 +286,7 @@ class UtilityBudget:
     form: Form = "ratio"
     may_rest: bool = True  # whether rounds may go without a draft; otherwise each is drafted, as far as there is room
     probe_every: int = 32
+    probe_seldom: int = 512
     horizon: int = 256  # rounds over which the price forgets
 
     _gains: FloatArray = field(init=False, repr=False)  # [max_budget], fading sum of past trees' marginals ...
@@ -293,6 +295,8 @@ class UtilityBudget:
     _tokens: float = field(default=0.0, init=False, repr=False)  # expected tokens of past rounds ...
     _ms: float = field(default=0.0, init=False, repr=False)  # ... and their milliseconds, both fading
     _num_rested: int = field(default=0, init=False, repr=False)  # rounds since the last draft
+    _probe_after: int = field(default=0, init=False, repr=False)  # of them, one more of which is a probe
+    _is_probe: bool = field(default=False, init=False, repr=False)  # whether the round under way is one
 
     def __post_init__(self) -> None:
         _check_budgets([self.max_budget])
@@ -300,6 +304,9 @@ class UtilityBudget:
             raise PolicyError(f"unknown form {self.form!r} of a utility: choose ratio or price")
         if self.probe_every < 1 or self.horizon < 1:
             raise PolicyError(f"probe_every and horizon must be at least 1, not {self.probe_every} and {self.horizon}")
+        if self.probe_seldom < self.probe_every:
+            raise PolicyError(f"probe_seldom {self.probe_seldom} is below probe_every {self.probe_every}")
+        self._probe_after = self.probe_every
         self._gains = np.zeros(self.max_budget)
 
     @property
@@ -314,10 +321,18 @@ class UtilityBudget:
 
     def limits(self, states: Sequence[DraftState]) -> list[int]:
         """Return the room for each slot's tree, or 0 for all where drafting does not pay."""
-        if self.may_rest and not self._drafting_pays(states):
-            self._num_rested += 1
-            self._remember_rate(float(len(states)), self._costs(states)[0])
-            return [0] * len(states)
+        self._is_probe = False
+        if self.may_rest and self._num_trees >= _MIN_TREES:
+            plain_ms, drafted_ms = self._costs(states)
+            expected = len(states) * (1.0 + np.cumsum(self._gains) / self._num_gains)
+            if (expected / drafted_ms[1:]).max(initial=0.0) > len(states) / plain_ms:
+                self._probe_after = self.probe_every
+            elif self._num_rested + 1 < self._probe_after:
+                self._num_rested += 1
+                self._remember_rate(float(len(states)), plain_ms)
+                return [0] * len(states)
+            else:
+                self._is_probe = True
         self._num_rested = 0
         return [max(0, min(self.max_budget, state.max_budget)) for state in states]
 
@@ -328,25 +343,20 @@ class UtilityBudget:
         marginals = [
             self.gain.marginals(tree, state)[: self.max_budget] for tree, state in zip(trees, states, strict=True)
         ]
-        _, costs = self._costs(states)
+        plain_ms, drafted_ms = self._costs(states)
         price = self.price if self.form == "price" else None
-        budgets, gain = joint_budgets(marginals, costs, price)
+        budgets, gain = joint_budgets(marginals, drafted_ms, price)
         self._remember_gains(marginals)
-        self._remember_rate(gain, float(costs[sum(budgets)]))
+        self._remember_rate(gain, float(drafted_ms[max(budgets)]))
+        if self._is_probe:
+            seems_to_pay = gain * plain_ms > len(states) * drafted_ms[max(budgets)]
+            self._probe_after = self.probe_every if seems_to_pay else min(2 * self._probe_after, self.probe_seldom)
         return budgets
 
     def _costs(self, states: Sequence[DraftState]) -> tuple[float, FloatArray]:
-        plain_ms, drafted_ms = batch_costs(self.cost, len(states), len(states) * self.max_budget)
+        plain_ms, drafted_ms = batch_costs(self.cost, len(states), self.max_budget)
         context_ms = self.cost.token_ms * sum(state.context_length for state in states)
         return plain_ms + context_ms, drafted_ms + context_ms
-
-    def _drafting_pays(self, states: Sequence[DraftState]) -> bool:
-        if self._num_trees < _MIN_TREES or self._num_rested + 1 >= self.probe_every:
-            return True
-        num_slots = len(states)
-        plain_ms, drafted_ms = self._costs(states)
-        expected = num_slots * (1.0 + np.cumsum(self._gains) / self._num_gains)
-        return bool((expected / drafted_ms[num_slots::num_slots]).max(initial=0.0) > num_slots / plain_ms)
 
     def _remember_gains(self, marginals: Sequence[FloatArray]) -> None:
         fade = 1.0 - 1.0 / _GAIN_MEMORY
@@ -369,38 +379,33 @@ def joint_budgets(
 ) -> tuple[list[int], float]:
     """Return the budgets of S slots that together are worth most, and the tokens expected of them.
 
+    Every slot's rows are padded to those of the largest tree, so that a node up to its size costs nothing more: for
+    each size the best budgets are the trees up to it, as far as they bring something, and the best size is looked for.
+
     Args:
         marginals: for each slot what each node of its tree brings, in the tree's order.
-        costs: milliseconds of the batch's round by the number of nodes over all slots, at least as many as there are.
+        costs: milliseconds of the batch's round by the nodes of its largest tree, at least as many as that has.
         price: tokens per millisecond, for `tokens - price * costs`; None for `tokens / costs`.
-
-    A slot's nodes keep their order: a node that brings more than one before it waits for that one.
     """
-    if len(marginals) == 1:  # nothing to merge; this runs in every round of a single sequence
-        gains = np.ones(len(marginals[0]) + 1)
-        gains[1:] += np.cumsum(marginals[0])
-        spent = costs[: len(gains)]
-        best = int(np.argmax(gains / spent if price is None else gains - price * spent))
-        return [best], float(gains[best])
-    sizes = [len(own) for own in marginals]
-    keys = np.concatenate([np.minimum.accumulate(own) for own in marginals])
-    order = np.argsort(-keys, kind="stable")
-    gains = len(marginals) + np.concatenate([[0.0], np.cumsum(np.concatenate(marginals)[order])])
+    brought = np.zeros((len(marginals), 1 + max(len(own) for own in marginals)))  # by budget
+    for slot, own in enumerate(marginals):
+        brought[slot, 1 : 1 + len(own)] = own
+    np.cumsum(brought, axis=1, out=brought)
+    gains = len(marginals) + brought.sum(axis=0)
     spent = costs[: len(gains)]
     best = int(np.argmax(gains / spent if price is None else gains - price * spent))
-    owners = np.repeat(np.arange(len(sizes)), sizes)[order[:best]]
-    return np.bincount(owners, minlength=len(sizes)).tolist(), float(gains[best])
+    return brought[:, : best + 1].argmax(axis=1).tolist(), float(gains[best])
 
 
 @lru_cache(maxsize=256)
-def batch_costs(cost: CostCurve, num_slots: int, max_nodes: int) -> tuple[float, FloatArray]:
-    """Return milliseconds of a round of S slots: of a plain one, and of drafted ones by nodes over all slots [N + 1].
+def batch_costs(cost: CostCurve, num_slots: int, max_budget: int) -> tuple[float, FloatArray]:
+    """Return milliseconds of a round of S slots: a plain one, and drafted ones by the nodes of the largest tree [B + 1].
 
-    The curve is one sequence's by its nodes, so one row less than was verified; S slots verify their S roots besides.
-    A plain round saves the draft: the curve's step between budget 0 and 1.
+    The curve is one sequence's by its nodes, so one row less than was verified; S slots verify S times the rows of the
+    largest tree, root included. A plain round saves the draft: the curve's step between budget 0 and 1.
     """
-    table = cost.table(max(1, num_slots - 1 + max_nodes))
-    drafted_ms = table[num_slots - 1 : num_slots + max_nodes].copy()
+    table = cost.table(max(1, num_slots * (1 + max_budget) - 1))
+    drafted_ms = table[num_slots - 1 :: num_slots][: 1 + max_budget].copy()
     if num_slots == 1:
         drafted_ms[0] = table[1]  # drafted, and the root verified alone
     drafted_ms.setflags(write=False)

@@ -40,14 +40,16 @@ class CostRefiner:
     def stepped(self, report: StepReport) -> None:
         """Keep the round's time at the nearest point of the curve; refine it when it is time."""
         budget = self._policy().budget
-        trace = next((event.trace for event in report.events if event.trace is not None), None)
-        if trace is None or not isinstance(budget, UtilityBudget):
+        traces = [event.trace for event in report.events if event.trace is not None]
+        if not traces or not isinstance(budget, UtilityBudget):
             return
+        trace = traces[0]
         if budget.cost is not self._cost:
             self._begin(budget.cost)
         round_ms = (trace.draft_ns + trace.build_ns + trace.verify_ns + trace.commit_ns) / 1e6
-        # The curve is one sequence's by its nodes, so by one row less than was verified (see `batch_costs`).
-        nodes = trace.batch_rows - 1
+        # The curve is one sequence's by its nodes, so by one row less than was verified, padding included (see
+        # `batch_costs`).
+        nodes = trace.batch_size * (1 + max(own.budget for own in traces)) - 1
         if trace.batch_rows == trace.batch_size and (nodes > 0 or trace.draft_ns * 50 > trace.verify_ns):
             return  # several sequences without a draft, or a draft of which nothing was verified: no point of the curve
         self._times[self._point(budget.cost, nodes)].append(round_ms / self._expected(budget.cost, nodes))

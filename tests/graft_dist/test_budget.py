@@ -183,7 +183,7 @@ def test_budget_by_hand() -> None:
 
 def test_budget_zero_is_legal_when_even_one_node_does_not_pay() -> None:
     dear = CostCurve((0, 1, 2), (10.0, 12.0, 40.0), "hand")
-    # With two slots a first node costs the step from 12 to 40 ms.
+    # With two slots a first node for each costs the step from 12 to 68 ms.
     policy = UtilityBudget(AcceptanceGain(), dear)
     assert policy.choose([tree_scored([0.2]), tree_scored([0.1])], [STATE] * 2) == [0, 0]
 
@@ -198,17 +198,17 @@ def test_the_price_form_buys_what_is_worth_its_time() -> None:
 
 @pytest.mark.parametrize("form", ["ratio", "price"])
 def test_joint_budgets_are_the_best_of_all(form: str) -> None:
+    """Under any curve, and for marginals in any order: a round costs what its largest tree costs."""
     rng = np.random.default_rng(0)
     for _ in range(60):
-        marginals = [-np.sort(-rng.uniform(0, 1, size)) for size in rng.integers(0, 5, 3)]
-        total = sum(len(own) for own in marginals)
-        costs = 10 + np.cumsum(np.sort(rng.uniform(0, 4, total + 1)))
+        marginals = [rng.uniform(0, 1, size) for size in rng.integers(0, 5, 3)]
+        costs = 10 + np.cumsum(rng.uniform(0, 4, 1 + max(map(len, marginals))))
         price = None if form == "ratio" else float(rng.uniform(0.01, 0.4))
         budgets, gain = joint_budgets(marginals, costs, price)
 
         def worth(choice: tuple[int, ...]) -> float:
             tokens = 3 + sum(own[:size].sum() for own, size in zip(marginals, choice, strict=True))  # noqa: B023
-            ms = costs[sum(choice)]  # noqa: B023
+            ms = costs[max(choice)]  # noqa: B023
             return float(tokens / ms if price is None else tokens - price * ms)  # noqa: B023
 
         best = max(worth(choice) for choice in itertools.product(*(range(len(own) + 1) for own in marginals)))
@@ -216,18 +216,31 @@ def test_joint_budgets_are_the_best_of_all(form: str) -> None:
         assert gain == pytest.approx(3 + sum(own[:size].sum() for own, size in zip(marginals, budgets, strict=True)))
 
 
-def test_a_slots_nodes_keep_their_order() -> None:
-    budgets, gain = joint_budgets([np.array([0.1, 0.9]), np.array([0.5])], np.array([1.0, 1.0, 1.0, 1.0]))
+def test_a_slot_takes_what_the_rows_of_the_largest_tree_leave_room_for() -> None:
+    marginals = [np.array([0.1, 0.9]), np.array([0.5])]
+    budgets, gain = joint_budgets(marginals, np.array([1.0, 1.0, 1.0]))
     assert budgets == [2, 1] and gain == pytest.approx(3.5)
-    assert joint_budgets([np.array([0.1, 0.9]), np.array([0.5])], np.array([1.0, 1.0, 9.0, 9.0]))[0] == [0, 1]
+    assert joint_budgets(marginals, np.array([1.0, 1.0, 9.0]))[0] == [1, 1]
+    # Rows are there for all, but a node that brings nothing is not verified.
+    assert joint_budgets([np.array([0.9, 0.8]), np.array([0.5, 0.0]), np.zeros(0)], np.ones(3))[0] == [2, 1, 0]
 
 
 def test_costs_of_a_batch() -> None:
     assert batch_costs(CURVE, 1, 2)[0] == 10.0
     assert batch_costs(CURVE, 1, 2)[1].tolist() == [13, 13, 14]
     plain_ms, drafted_ms = batch_costs(CURVE, 4, 2)
-    assert drafted_ms.tolist() == [15, 16, 17]  # four roots and 0, 1, 2 nodes: the curve at 3, 4, 5
+    assert drafted_ms.tolist() == [15, 19, 23]  # four times one, two, three rows: the curve at 3, 7, 11
     assert plain_ms == 12.0
+    assert [len(batch_costs(CURVE, *shape)[1]) for shape in ((1, 0), (1, 1), (3, 0), (3, 5))] == [1, 2, 1, 6]
+
+
+def test_one_long_tree_is_not_paid_for_with_the_rows_of_all() -> None:
+    """One of eight slots expects much: alone it takes six nodes, but in the batch each costs eight rows."""
+    policy = UtilityBudget(AcceptanceGain(), line(10.0, 12.0, 1.0, "hand"))
+    sure, hopeless = tree_scored([0.9] * 6), tree_scored([0.01] * 6)
+    assert policy.choose([sure], [STATE]) == [6]
+    assert policy.choose([sure, *[hopeless] * 7], [STATE] * 8) == [0] * 8
+    assert policy.choose([sure] * 8, [STATE] * 8) == [6] * 8
 
 
 def test_context_is_paid_for() -> None:
@@ -240,19 +253,42 @@ def test_context_is_paid_for() -> None:
 
 def test_drafting_rests_where_it_does_not_pay_and_is_tried_again() -> None:
     saturated = line(10.0, 30.0, 5.0, "hand")
-    policy = UtilityBudget(AcceptanceGain(), saturated, probe_every=4)
+    policy = UtilityBudget(AcceptanceGain(), saturated, probe_every=4, probe_seldom=8)
     drafted = []
-    for _ in range(16):
+    for _ in range(28):
         limit = policy.limits([STATE])[0]
         drafted.append(limit > 0)
         if limit:
             policy.choose([tree_scored([0.9, 0.5])], [STATE])
     assert drafted[:8] == [True] * 8, "a few trees must be seen first"
-    assert drafted[8:] == [False, False, False, True] * 2
+    assert drafted[8:12] == [False, False, False, True]
+    assert drafted[12:] == [*[False] * 7, True] * 2, "ever more seldom while probes say no, up to a limit"
     eager = UtilityBudget(AcceptanceGain(), saturated, may_rest=False)
     for _ in range(12):
         assert eager.limits([STATE]) == [256]
         eager.choose([tree_scored([0.9, 0.5])], [STATE])
+
+
+def test_hopeless_drafts_are_hardly_tried() -> None:
+    policy = UtilityBudget(AcceptanceGain(), line(10.0, 30.0, 5.0, "hand"))
+    drafted = []
+    for number in range(4096):
+        if policy.limits([STATE])[0]:
+            drafted.append(number)
+            policy.choose([tree_scored([0.9, 0.5])], [STATE])
+    assert np.diff(drafted[7:]).tolist() == [32, 64, 128, 256, *[512] * 7]
+
+
+def test_a_probe_that_would_have_paid_brings_the_next_one_forward() -> None:
+    """Good trees are not enough yet against the memory of bad ones, but they are looked for as often as at first."""
+    policy = UtilityBudget(AcceptanceGain(), line(10.0, 12.0, 1.0, "hand"), probe_every=4)
+    for _ in range(50):
+        policy.choose([tree_scored([0.01])], [STATE])
+    waits = []
+    for probs in ([0.01], [0.01], [0.01], [0.9, 0.8], [0.01], [0.01]):
+        waits.append(next(number for number in itertools.count(1) if policy.limits([STATE])[0]))
+        policy.choose([tree_scored(probs)], [STATE])
+    assert waits == [4, 8, 16, 32, 4, 8]
 
 
 def test_resting_depends_on_the_batch() -> None:
@@ -270,6 +306,7 @@ def test_impossible_utilities_are_refused() -> None:
         ({"max_budget": -1}, "-1"),
         ({"form": "sum"}, "ratio or price"),
         ({"horizon": 0}, "horizon"),
+        ({"probe_every": 1000}, "probe_seldom 512 is below probe_every 1000"),
     ):
         with pytest.raises(PolicyError, match=words):
             marginal(**changes)

@@ -294,19 +294,18 @@ def test_a_registry_that_is_away_changes_nothing(running: Running, monkeypatch: 
 # ---- costs while running
 
 
-def rounds(num_rounds: int, rows: int, round_ms: float, batch_size: int = 1) -> Iterator[StepReport]:
-    """Reports of rounds that took `round_ms`."""
+def rounds(num_rounds: int, round_ms: float, *budgets: int) -> Iterator[StepReport]:
+    """Reports of rounds that took `round_ms`, of as many sequences as budgets."""
     from types import SimpleNamespace
 
-    ns = int(round_ms * 1e6)
-    trace = SimpleNamespace(
-        draft_ns=0 if rows == batch_size else ns // 4, build_ns=0, commit_ns=0, batch_rows=rows, batch_size=batch_size
-    )
-    trace.verify_ns = ns - trace.draft_ns
+    ns, rows = int(round_ms * 1e6), sum(budgets) + len(budgets)
+    draft_ns = ns // 4 if any(budgets) else 0
+    fields = {"draft_ns": draft_ns, "build_ns": 0, "verify_ns": ns - draft_ns, "commit_ns": 0}
+    fields |= {"batch_rows": rows, "batch_size": len(budgets)}
     for _ in range(num_rounds):
         yield StepReport(
-            events=[SimpleNamespace(trace=trace)],
-            num_live=batch_size,
+            events=[SimpleNamespace(trace=SimpleNamespace(budget=budget, **fields)) for budget in budgets],
+            num_live=len(budgets),
             num_waiting=0,
             step_s=0.0,
             policy_label="x",
@@ -317,11 +316,11 @@ def rounds(num_rounds: int, rows: int, round_ms: float, batch_size: int = 1) -> 
 def test_costs_follow_what_rounds_take() -> None:
     policy = DecodingPolicy("x", MarginalScorer(), UtilityBudget(AcceptanceGain(), CURVE, 6), 4)
     refiner = CostRefiner(lambda: policy)
-    for report in [*rounds(128, 1, 20.0), *rounds(128, 5, 24.0)]:
+    for report in [*rounds(128, 20.0, 0), *rounds(128, 24.0, 4)]:
         refiner.stepped(report)
     assert isinstance(policy.budget, UtilityBudget) and refiner.num_refined == 1
     assert policy.budget.cost.round_ms == pytest.approx((20.0, 24.0, 26.0))  # the unseen point moved along
-    for report in rounds(256, 5, 18.0, batch_size=2):
+    for report in rounds(256, 18.0, 1, 0):  # two sequences of two rows, one of them padding
         refiner.stepped(report)
     assert policy.budget.cost.round_ms[1] == pytest.approx(18.0)
     assert list(policy.budget.cost.round_ms) == sorted(policy.budget.cost.round_ms)
@@ -332,6 +331,6 @@ def test_policies_that_weigh_no_costs_are_left_alone() -> None:
     from graft_dist.policy import ddtree
 
     refiner = CostRefiner(lambda: ddtree(6, 4))
-    for report in rounds(300, 5, 18.0):
+    for report in rounds(300, 18.0, 4):
         refiner.stepped(report)
     assert refiner.num_refined == 0
