@@ -1,6 +1,7 @@
-"""Where prompts come from: files, globs, Parquet, or a data set of the Hugging Face hub, described by plain data.
+"""Where prompts come from: files, globs, Parquet, a data set of the Hugging Face hub, or recorded traffic, described by
+plain data.
 
-Only the description and the way from a row to a prompt; reading files and the hub is `jobs/prompt_reader.py`'s.
+Only the description and the way from a row to a prompt; reading is `jobs/prompt_reader.py`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from graft_dist.prompts import Prompt
 
 
 class PromptSource(BaseModel):
-    """One source. Exactly one of `path` and `hub` is given.
+    """One source. Exactly one of `path`, `hub` and `traffic` is given.
 
     A template is filled with a row's fields as `str.format` does: "{question}", "{prompt[0]}" for a list's first entry.
     Without `turns`, rows have the form of our own prompt files: `id`, `task`, `turns`.
@@ -36,6 +37,11 @@ class PromptSource(BaseModel):
         str | None,
         Field(min_length=1, description="a pattern of the data set's files, such as main/test-*.parquet"),
     ] = None
+    traffic: Annotated[
+        str | None,
+        Field(min_length=1, description="the root of a trajectory store with what users have asked of this target"),
+    ] = None
+    days: Annotated[int | None, Field(ge=1, description="a whole number of days from 1 on, or null for all")] = None
     turns: Annotated[
         tuple[str, ...] | None,
         Field(strict=False, min_length=1, description='a list of templates, such as ["{question}"]'),
@@ -56,16 +62,20 @@ class PromptSource(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> PromptSource:
-        if (self.path is None) == (self.hub is None):
-            raise ValueError("a prompt source needs either path or hub, and not both")
+        if sum(place is not None for place in (self.path, self.hub, self.traffic)) != 1:
+            raise ValueError("a prompt source needs one of path, hub and traffic, and only one")
         if (self.hub is None) != (self.files is None):
             raise ValueError("files goes with hub: a pattern of the data set's files")
+        if self.days is not None and self.traffic is None:
+            raise ValueError("days goes with traffic: how old it may be")
+        if self.turns is not None and self.traffic is not None:
+            raise ValueError("turns does not go with traffic, which holds the users' messages themselves")
         return self
 
     @property
     def name(self) -> str:
         """What messages call it."""
-        return self.path if self.path is not None else f"{self.hub}:{self.files}"
+        return self.path or self.traffic or f"{self.hub}:{self.files}"
 
     def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
         """Return the prompt of a row with foreign fields, by the templates.

@@ -10,11 +10,17 @@ from typing import Any
 from graft_dist.prompt_source import PromptSource
 from graft_dist.prompts import Prompt, is_held_out, prompt_hash
 from jobs.out_file import write_aside
-from jobs.prompt_reader import FileSystem, read_sources
+from jobs.prompt_reader import FileSystem, TrafficReader, read_sources
 
 
 def choose_fresh(
-    sources: Sequence[PromptSource], asked: set[str], count: int, *, every_prompt: bool, hub: FileSystem | None = None
+    sources: Sequence[PromptSource],
+    asked: set[str],
+    count: int,
+    *,
+    every_prompt: bool,
+    hub: FileSystem | None = None,
+    traffic: TrafficReader | None = None,
 ) -> list[Prompt]:
     """Return up to `count` prompts whose hash is not in `asked`, in the order of their hashes.
 
@@ -25,7 +31,7 @@ def choose_fresh(
         PromptError: a source cannot be read.
     """
     found: dict[str, Prompt] = {}
-    for prompt in read_sources(sources, hub):
+    for prompt in read_sources(sources, hub, traffic):
         if isinstance(prompt, Prompt) and (every_prompt or is_held_out(prompt.turns)):
             found.setdefault(prompt_hash(prompt.turns), prompt)
     fresh = [found[key] for key in sorted(found) if key not in asked]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,9 @@ from graft_dist.errors import PromptError
 from graft_dist.prompt_source import PromptSource
 from graft_dist.prompts import BadPrompt, Prompt, read_prompts
 
+TrafficReader = Callable[[PromptSource], Iterable[Prompt]]
+"""Reads what users asked of a target; see `jobs/traffic_prompts.py`."""
+
 _ROWS = 1024  # read from Parquet at a time
 
 
@@ -30,19 +33,21 @@ class FileSystem(Protocol):
     def open(self, path: str, mode: str) -> IO[bytes]: ...
 
 
-def read_sources(sources: Iterable[PromptSource], hub: FileSystem | None = None) -> Iterator[Prompt | BadPrompt]:
+def read_sources(
+    sources: Iterable[PromptSource], hub: FileSystem | None = None, traffic: TrafficReader | None = None
+) -> Iterator[Prompt | BadPrompt]:
     """Read sources one after the other; a prompt that was there before under its id is left out.
 
     Another prompt with a taken id gets a free one: two data sets that both number their rows lose none.
 
-    `hub` stands for the Hugging Face hub in tests.
+    `hub` stands for the Hugging Face hub in tests; without `traffic`, sources of recorded traffic are refused.
 
     Raises:
         PromptError: a source that is not there, or cannot be read at all; a row that does not fill the templates.
     """
     seen: dict[str, object] = {}  # what stands under an id
     for source in sources:
-        for prompt in islice(_read(source, hub), source.limit):
+        for prompt in islice(_read(source, hub, traffic), source.limit):
             content = prompt.turns if isinstance(prompt, Prompt) else prompt
             name = prompt.id
             while seen.setdefault(name, content) != content:
@@ -51,7 +56,12 @@ def read_sources(sources: Iterable[PromptSource], hub: FileSystem | None = None)
                 yield replace(prompt, id=name)
 
 
-def _read(source: PromptSource, hub: FileSystem | None) -> Iterator[Prompt | BadPrompt]:
+def _read(source: PromptSource, hub: FileSystem | None, traffic: TrafficReader | None) -> Iterator[Prompt | BadPrompt]:
+    if source.traffic is not None:
+        if traffic is None:
+            raise PromptError(f"recorded traffic ({source.traffic}) is a source of prompts for retraining only")
+        yield from traffic(source)
+        return
     if source.hub is not None:
         yield from _from_rows(source, _hub_rows(source, _hugging_face() if hub is None else hub))
         return

@@ -36,6 +36,7 @@ from jobs.policy_training import run as train
 from jobs.ray_pool import PoolSettings
 from jobs.retraining_report import write_report
 from jobs.run_steps import Ends, Results, Step, StepFailedError, run_steps
+from jobs.traffic_prompts import TrafficPrompts
 from storage.registry import CHAMPION, Registry
 from storage.trajectories import TrajectoryStore
 
@@ -201,6 +202,7 @@ class _Job:
             asked_before(self.request.runs),
             settings.num_prompts,
             every_prompt=settings.every_prompt,
+            traffic=TrafficPrompts(self.config).read,
         )
         num_new = len(fresh) + count_unlearned(self.request.runs)
         if num_new < settings.min_new_sequences:

@@ -191,6 +191,23 @@ def prompts_of(
                 yield sequence, tuple(token_ids.as_py())
 
 
+def asked_prompts(
+    connection: duckdb.DuckDBPyConnection, target: str, source: str, since: float
+) -> Iterator[tuple[int, ...]]:
+    """Token ids of what was asked of a target (slug) from `since` on (seconds since 1970), the last asked first.
+
+    Every prompt once; without those that failed. No other query on `connection` meanwhile.
+    """
+    found = connection.execute(
+        """SELECT prompt_token_ids FROM sequences
+           WHERE target = ? AND coalesce(source, 'collect') = ? AND epoch(written_at) >= ? AND error IS NULL
+           GROUP BY prompt_token_ids ORDER BY max(written_at) DESC, prompt_token_ids""",
+        [target, source, since],
+    )
+    while rows := found.fetchmany(1000):
+        yield from (tuple(ids) for (ids,) in rows)
+
+
 def count_sequences(connection: duckdb.DuckDBPyConnection, target: str, source: str, since: float) -> int:
     """How many sequences of a target (slug) and source were written from `since` on (seconds since 1970)."""
     (row,) = connection.execute(

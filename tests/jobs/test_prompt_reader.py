@@ -127,6 +127,11 @@ def test_a_file_that_is_no_parquet_is_said(tmp_path: Path) -> None:
         {"path": "a.jsonl", "turns": []},
         {"path": "a.jsonl", "split": "train"},
         {"hub": "no-owner", "files": "x"},
+        {"path": "a.jsonl", "traffic": "/data/store"},
+        {"path": "a.jsonl", "days": 3},
+        {"traffic": "/data/store", "days": 0},
+        {"traffic": "/data/store", "turns": ["{question}"]},
+        {"traffic": "/data/store", "files": "x"},
     ],
 )
 def test_descriptions_that_cannot_work_are_refused(keys: dict[str, Any]) -> None:
