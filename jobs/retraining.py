@@ -90,7 +90,8 @@ def say(line: str) -> None:
 def run(request: RetrainRequest, failpoint: Callable[[str], None] = lambda _: None) -> int:
     """Do what is left of a run, say how it ended in the last line, and return the exit code.
 
-    `failpoint` is for tests that kill the process; it is called with a step's name before and after it.
+    `failpoint` is for tests that kill the process; it is called with a step's name before and after it, and where a
+    version is promoted and not tagged yet.
 
     Raises a `GraftError` before any work when the request cannot be carried out.
     """
@@ -119,7 +120,7 @@ def _run_alone(request: RetrainRequest, run_id: str, lease: Lease, failpoint: Ca
         say(ended["line"])
         return int(ended["exit_code"])
     say(f"run {run_id} of {request.config.slug} in {folder}")
-    job = _Job(request, folder)
+    job = _Job(request, folder, failpoint)
     try:
         results = run_steps(folder, _watched(job.steps(), failpoint), check=lease.check, say=say)
         line = f"{results.outcome}: {results.reason}" if isinstance(results, Ends) else str(results["decide"]["line"])
@@ -181,8 +182,8 @@ def _unfinished(runs: Path) -> str | None:
 class _Job:
     """The steps of a run. Each reads what it needs from the results of the steps before it."""
 
-    def __init__(self, request: RetrainRequest, folder: Path) -> None:
-        self.request, self.folder = request, folder
+    def __init__(self, request: RetrainRequest, folder: Path, failpoint: Callable[[str], None]) -> None:
+        self.request, self.folder, self.failpoint = request, folder, failpoint
         self.config, self.settings = request.config, request.settings
         self.slug = request.config.slug
 
@@ -289,6 +290,7 @@ class _Job:
         registry, champion = self._registry(), evaluated["champion"]
         if decision.is_promoted:
             registry.promote(self.slug, version, expected_champion=champion)
+            self.failpoint("promoted, not tagged")
             line = f"promoted v{version}: {decision.reason}"
         else:
             line = f"kept {'DDTree' if champion is None else f'v{champion}'} because {decision.reason}"

@@ -117,10 +117,15 @@ def project(ray_head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pyte
 
 
 def test_a_run_that_is_killed_at_every_step_ends_as_if_it_never_was(project: Project) -> None:
-    for step in STEPS:
-        # After the step's work and before its record: what was done must be found, not done twice.
-        code, output = project.run(kill_at=f"after {step}")
+    # After the step's work and before its record: what was done must be found, not done twice.
+    points = [f"after {step}" for step in STEPS]
+    points.insert(points.index("after decide"), "promoted, not tagged")
+    for point in points:
+        code, output = project.run(kill_at=point)
         assert code == -9, output
+        if point == "promoted, not tagged":
+            (version,) = project.registry.versions(project.slug)
+            assert "champion" in version.aliases and "graft.gate.decision" not in version.tags
     code, output = project.run()
     assert code == 0, output
     assert last_line(output).startswith("retrain: promoted v1: replay: challenger v1")
