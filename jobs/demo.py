@@ -268,6 +268,7 @@ def _config(request: DemoRequest, *, steps: int, num_prompts: int, tried: tuple[
         "runs": str(request.work / "runs"),
         "tracking_uri": _tracking(request)[1],
         "num_prompts": num_prompts,
+        "explore": [0, 4, 8, 16],  # larger trees take a processor without bfloat16 too long
         "max_new_tokens": request.max_new_tokens,
         "steps": steps,
         "min_rounds": 100,
@@ -399,9 +400,9 @@ def _request(argv: Sequence[str] | None) -> DemoRequest:
     add("--config", type=Path, default=REPOSITORY / "targets" / "smollm2-135m.yaml")
     add("--work", type=Path, default=REPOSITORY / "data" / "demo", help="folder for everything; is made anew")
     add("--out", type=Path, default=REPOSITORY / "docs" / "demo", help="folder for the log and the report")
-    add("--prompts", type=int, nargs=2, default=(32, 120), metavar="N", help="collected for v1, and in addition for v2")
+    add("--prompts", type=int, nargs=2, default=(32, 100), metavar="N", help="collected for v1, and in addition for v2")
     add("--steps", type=int, nargs=2, default=(20, 500), metavar="N", help="optimizer steps at most of v1 and of v2")
-    add("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer")
+    add("--max-new-tokens", type=int, default=48, metavar="N", help="longest answer")
     add("--busy", type=float, default=20.0, metavar="S", help="seconds of many users at each version")
     options = parser.parse_args(argv)
     return DemoRequest(
