@@ -400,7 +400,7 @@ def _request(argv: Sequence[str] | None) -> DemoRequest:
     add("--config", type=Path, default=REPOSITORY / "targets" / "smollm2-135m.yaml")
     add("--work", type=Path, default=REPOSITORY / "data" / "demo", help="folder for everything; is made anew")
     add("--out", type=Path, default=REPOSITORY / "docs" / "demo", help="folder for the log and the report")
-    add("--prompts", type=int, nargs=2, default=(32, 100), metavar="N", help="collected for v1, and in addition for v2")
+    add("--prompts", type=int, nargs=2, default=(32, 120), metavar="N", help="collected for v1, and in addition for v2")
     add("--steps", type=int, nargs=2, default=(20, 500), metavar="N", help="optimizer steps at most of v1 and of v2")
     add("--max-new-tokens", type=int, default=48, metavar="N", help="longest answer")
     add("--busy", type=float, default=20.0, metavar="S", help="seconds of many users at each version")
