@@ -288,8 +288,6 @@ class UtilityBudget:
     probe_every: int = 32
     probe_seldom: int = 512
     horizon: int = 256  # rounds over which the price forgets
-    # By slots: milliseconds that drafting for so many takes beyond drafting for one, as far as they have been seen.
-    more_draft_ms: dict[int, float] = field(default_factory=dict)
 
     _gains: FloatArray = field(init=False, repr=False)  # [max_budget], fading sum of past trees' marginals ...
     _num_gains: float = field(default=0.0, init=False, repr=False)  # ... and of ones
@@ -358,7 +356,7 @@ class UtilityBudget:
     def _costs(self, states: Sequence[DraftState]) -> tuple[float, FloatArray]:
         plain_ms, drafted_ms = batch_costs(self.cost, len(states), self.max_budget)
         context_ms = self.cost.token_ms * sum(state.context_length for state in states)
-        return plain_ms + context_ms, drafted_ms + context_ms + self.more_draft_ms.get(len(states), 0.0)
+        return plain_ms + context_ms, drafted_ms + context_ms
 
     def _remember_gains(self, marginals: Sequence[FloatArray]) -> None:
         fade = 1.0 - 1.0 / _GAIN_MEMORY
@@ -401,11 +399,10 @@ def joint_budgets(
 
 @lru_cache(maxsize=256)
 def batch_costs(cost: CostCurve, num_slots: int, max_budget: int) -> tuple[float, FloatArray]:
-    """Return milliseconds of a round of S slots: plain, and drafted by the nodes of the largest tree [B + 1].
+    """Return milliseconds of a round of S slots: a plain one, and drafted ones by the nodes of the largest tree [B + 1].
 
     The curve is one sequence's by its nodes, so one row less than was verified; S slots verify S times the rows of the
-    largest tree, root included. A plain round saves the draft: the curve's step between budget 0 and 1. What drafting
-    for several takes longer is not in the curve (`UtilityBudget.more_draft_ms`).
+    largest tree, root included. A plain round saves the draft: the curve's step between budget 0 and 1.
     """
     table = cost.table(max(1, num_slots * (1 + max_budget) - 1))
     drafted_ms = table[num_slots - 1 :: num_slots][: 1 + max_budget].copy()

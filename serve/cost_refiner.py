@@ -2,9 +2,7 @@
 
 A curve measured at start, or on another day, is off as soon as something else shares the machine or contexts grow. The
 refiner watches rounds, and every so many moves the curve's points: those that were met to the times seen there, the
-others by the same factor on average. What drafting for several sequences takes beyond drafting for one is not in the
-curve, which is one sequence's; it is seen here too, by the number of sequences. Runs on the decode thread, between
-rounds.
+others by the same factor on average. Runs on the decode thread, between rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import numpy as np
 from graft_dist.budget import UtilityBudget
 from graft_dist.cost_curve import CostCurve, monotone_fit
 from graft_dist.policy import DecodingPolicy
-from graft_dist.rounds import RoundTrace
 from serve.observer import StepReport, Submission
 
 _EVERY = 256  # rounds between two refinements
@@ -33,7 +30,6 @@ class CostRefiner:
         self._policy = policy
         self._cost: CostCurve | None = None  # of the rounds kept
         self._times: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))
-        self._drafts: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_KEPT))  # by sequences
         self._num_rounds = 0
         self.num_refined = 0
 
@@ -54,26 +50,14 @@ class CostRefiner:
         # The curve is one sequence's by its nodes, so by one row less than was verified, padding included (see
         # `batch_costs`).
         nodes = trace.batch_size * (1 + max(own.budget for own in traces)) - 1
-        is_drafted = trace.batch_rows > trace.batch_size or trace.draft_ns * 50 > trace.verify_ns
-        if is_drafted and trace.batch_size > 1:
-            self._see_draft(budget, trace)
-        if trace.batch_rows == trace.batch_size and (trace.batch_size > 1 or is_drafted):
+        if trace.batch_rows == trace.batch_size and (nodes > 0 or trace.draft_ns * 50 > trace.verify_ns):
             return  # several sequences without a draft, or a draft of which nothing was verified: no point of the curve
-        more_ms = budget.more_draft_ms.get(trace.batch_size, 0.0) if is_drafted else 0.0
-        self._times[self._point(budget.cost, nodes)].append((round_ms - more_ms) / self._expected(budget.cost, nodes))
+        self._times[self._point(budget.cost, nodes)].append(round_ms / self._expected(budget.cost, nodes))
         self._num_rounds += 1
         if self._num_rounds % _EVERY == 0:
             budget.cost = self._refined(budget.cost)
             self._begin(budget.cost)
             self.num_refined += 1
-
-    def _see_draft(self, budget: UtilityBudget, trace: RoundTrace) -> None:
-        """Tell the policy what drafting for so many sequences takes, once it has been seen often enough."""
-        seen = self._drafts[trace.batch_size]
-        seen.append(trace.draft_ns / 1e6)
-        if len(seen) >= _MIN_ROUNDS:
-            one_ms = budget.cost.round_ms[1] - budget.cost.round_ms[0]
-            budget.more_draft_ms[trace.batch_size] = max(0.0, float(np.median(seen)) - one_ms)
 
     def _begin(self, cost: CostCurve) -> None:
         self._cost = cost

@@ -301,16 +301,6 @@ def test_resting_depends_on_the_batch() -> None:
     assert policy.limits([STATE]) == [256]
 
 
-def test_drafting_for_several_has_its_own_price() -> None:
-    policy = UtilityBudget(AcceptanceGain(), CostCurve((0, 1, 64), (10.0, 12.0, 12.0), "hand"))
-    for _ in range(8):
-        policy.choose([tree_scored([0.9, 0.5])], [STATE])
-    assert policy.limits([STATE] * 4) == [256] * 4
-    policy.more_draft_ms[4] = 20.0
-    assert policy.limits([STATE] * 4) == [0] * 4
-    assert policy.limits([STATE]) == [256] and policy.limits([STATE] * 5) == [256] * 5
-
-
 def test_impossible_utilities_are_refused() -> None:
     for changes, words in (
         ({"max_budget": -1}, "-1"),

@@ -320,23 +320,11 @@ def test_costs_follow_what_rounds_take() -> None:
         refiner.stepped(report)
     assert isinstance(policy.budget, UtilityBudget) and refiner.num_refined == 1
     assert policy.budget.cost.round_ms == pytest.approx((20.0, 24.0, 26.0))  # the unseen point moved along
-    for report in rounds(256, 18.0, 1, 0):  # two sequences of two rows, one of them padding; drafting takes 4.5 ms
+    for report in rounds(256, 18.0, 1, 0):  # two sequences of two rows, one of them padding
         refiner.stepped(report)
-    assert policy.budget.cost.round_ms[1] == pytest.approx(17.5)  # the curve is one sequence's, who drafts in 4 ms
+    assert policy.budget.cost.round_ms[1] == pytest.approx(18.0)
     assert list(policy.budget.cost.round_ms) == sorted(policy.budget.cost.round_ms)
     assert policy.budget.cost.source == "hand, refined while running"
-
-
-def test_the_price_of_drafting_for_several_is_seen() -> None:
-    budget = UtilityBudget(AcceptanceGain(), CURVE, 6)
-    policy = DecodingPolicy("x", MarginalScorer(), budget, 4)
-    refiner = CostRefiner(lambda: policy)
-    for report in [*rounds(8, 12.0, 4), *rounds(7, 40.0, 1, 0, 0), *rounds(100, 11.0, 0, 0, 0)]:
-        refiner.stepped(report)
-    assert budget.more_draft_ms == {}
-    for report in rounds(1, 40.0, 1, 0, 0):
-        refiner.stepped(report)
-    assert budget.more_draft_ms == {3: 8.0}  # 10 ms, of which the curve has 2
 
 
 def test_policies_that_weigh_no_costs_are_left_alone() -> None:
