@@ -77,10 +77,10 @@ def judge(summary: Sequence[Mapping[str, Any]], arm: str, is_float32: bool) -> l
             continue
         ratio, low, high = row["throughput_ratio"], row["throughput_low"], row["throughput_high"]
         if high is None:
-            claims.append(Claim(f"{row['load']}: {arm} is at least equal to plain: too few blocks to tell", False))
+            claims.append(Claim(f"{row['load']}: {arm} is not slower than plain: too few blocks to tell", False))
         else:
             figures = f"ratio {ratio:.3f}, interval {low:.3f} to {high:.3f}"
-            claims.append(Claim(f"{row['load']}: {arm} is at least equal to plain: {figures}", high >= 1.0))
+            claims.append(Claim(f"{row['load']}: {arm} is not shown to be slower than plain: {figures}", high >= 1.0))
         if row["load"] == "closed-1":
             holds = ratio is not None and ratio >= LEAST_RATIO
             figure = "unknown" if ratio is None else f"{ratio:.3f}"

@@ -305,8 +305,7 @@ class Target:
     """A causal language model that verifies draft trees.
 
     The transformers model computes as it always does: it is handed our cache, explicit masks and positions, and an
-    attention function registered under a name of its own. In bfloat16 on a CPU, packed linear layers take the place of
-    its own.
+    attention function registered under a name of its own. On a CPU packed linear layers take the place of its own.
     """
 
     def __init__(self, spec: str, model: Any, tokenizer: Any) -> None:

@@ -62,7 +62,7 @@ class CollectActor:
     def load(self) -> WorkerInfo:
         """Load the models, once. Not done in the constructor: an actor whose constructor fails is never restarted."""
         if self._loaded is None:
-            # Here and not above: the driver imports this class too, and does without the models' libraries.
+            # Here and not above: the driver imports this class too, and does without transformers and the engine.
             from jobs.collector_loading import load_collector
 
             self._loaded = load_collector(self._plan)

@@ -1,6 +1,6 @@
 """What a `CollectActor` loads: both models, their engine, and the writer of its rows.
 
-Only actors import this: it reads all of torch and transformers, for which a driver would wait in vain.
+Only actors import this: it brings the engine and all of transformers, for which a driver would wait in vain.
 """
 
 from __future__ import annotations

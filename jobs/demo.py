@@ -28,6 +28,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -110,7 +111,10 @@ class Demo:
 
     def keep_gate_report(self) -> None:
         """Leave the newest retraining's report as `gate.html`, unless it is large or still names folders from here."""
-        newest = max((self.request.work / "runs").glob("*/*/report.html"), key=lambda path: path.parent.name)
+        reports = (self.request.work / "runs").glob("*/*/report.html")
+        newest = max(reports, key=lambda path: path.parent.name, default=None)
+        if newest is None:
+            raise GraftError("the retraining has left no report")
         page = self._without_folders(newest.read_text(encoding="utf-8"))
         if len(page) > _LARGEST_REPORT or any(f"{folder}/" in page for folder in (Path.home(), tempfile.gettempdir())):
             self.write(f"the gate's report, {len(page)} characters, is left in {newest}\n")
@@ -344,7 +348,7 @@ def _wait_for(url: str, label: str, timeout_s: float = _LIVE_TIMEOUT_S) -> float
         try:
             with urllib.request.urlopen(f"{url}/healthz", timeout=60) as response:
                 health: Mapping[str, Any] = json.load(response)
-        except OSError as error:  # a server that is busy, or says 503
+        except (OSError, ValueError, HTTPException) as error:  # a server that is busy, says 503 or breaks off
             said = str(error)
         else:
             said = json.dumps(health)

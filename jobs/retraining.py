@@ -160,8 +160,9 @@ def _watched(steps: list[Step], failpoint: Callable[[str], None]) -> list[Step]:
 
 def _check_places(request: RetrainRequest) -> None:
     settings = request.settings
-    for key, place in (("store", settings.store), ("runs", settings.runs)):
-        is_uri = key == "store" and "://" in place
+    traffic = [("prompts", source.traffic) for source in settings.prompts if source.traffic is not None]
+    for key, place in (("store", settings.store), ("runs", settings.runs), *traffic):
+        is_uri = key != "runs" and "://" in place
         if job_id() is not None and not is_uri and not Path(place).expanduser().is_absolute():
             raise ConfigError(
                 f"retrain.{key} is {place!r}, but a submitted job runs in a copy of the working "

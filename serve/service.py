@@ -337,7 +337,8 @@ class Service:
         """What rounds cost and bring here: once, on the decode thread, where nothing else is under way yet."""
         if self._probe is None:
             self._probe = await self.decode.call(self._try_probe)
-            logger.info("measured %d rounds in %.1f s", self._probe.num_rounds, self._probe.seconds)
+            if self._unmeasured is None:
+                logger.info("measured %d rounds in %.1f s", self._probe.num_rounds, self._probe.seconds)
 
     def _try_probe(self) -> Probe:
         """On the decode thread: an empty probe where measuring fails. Raises what says that the device has failed."""
