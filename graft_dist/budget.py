@@ -399,7 +399,7 @@ def joint_budgets(
 
 @lru_cache(maxsize=256)
 def batch_costs(cost: CostCurve, num_slots: int, max_budget: int) -> tuple[float, FloatArray]:
-    """Return milliseconds of a round of S slots: a plain one, and drafted ones by the nodes of the largest tree [B + 1].
+    """Return milliseconds of a round of S slots: plain, and drafted by the nodes of the largest tree [B + 1].
 
     The curve is one sequence's by its nodes, so one row less than was verified; S slots verify S times the rows of the
     largest tree, root included. A plain round saves the draft: the curve's step between budget 0 and 1.
