@@ -180,8 +180,7 @@ def test_a_saved_policy_is_plain(gate_rank: int, tiny_llama: Target, tmp_path: P
         got, _, records = decode(tiny_llama, drafter, policy, requests, max_slots=max_slots, record=True)
         assert got == expected, max_slots
         assert sum(len(record.accepted) for per in records for record in per) > 0
-        together = [[per[index].budget for per in records] for index in range(3)]
-        assert max(len(set(budgets)) for budgets in together) > 1, "slots of one round have budgets of their own"
+        assert len({record.budget for per in records for record in per}) > 1, "budgets are chosen round by round"
 
 
 def test_mixed_batch(tiny_llama: Target) -> None:

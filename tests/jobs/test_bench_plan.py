@@ -32,7 +32,7 @@ def written(folder: Path, **changes: Any) -> Path:
         ({"methods": ["ddtree"]}, "add plain to the methods"),
         ({"budgets": [0]}, "budgets.0: Input should be greater than or equal to 1"),
         ({"batch": [1]}, "batch: Extra inputs"),
-        ({"prompts": [{"path": "a", "hub": "b/c"}]}, "either path or hub"),
+        ({"prompts": [{"path": "a", "hub": "b/c"}]}, "one of path, hub and traffic"),
     ],
 )
 def test_impossible_plans_are_refused_in_a_sentence(changes: dict[str, Any], sentence: str, tmp_path: Path) -> None:
