@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Of the 25,000 modules a run imports a tenth; Python compiles those when it needs them, instead of pip all of them.
 INSTALL := $(PIP) install -qq --no-compile
+# Where this is set (in many containers), each of the dozens of processes of a run would compile them all again: 10 s each.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup quickstart demo test check lock clean
 .DEFAULT_GOAL := help
