@@ -1,17 +1,20 @@
 """Running Serve applications of a cluster, seen through its dashboard: which there are, and the policy each is to use.
 
-Speaks HTTP with the dashboard (`http://HEAD:8265`) and imports neither Ray nor models. Serve's REST interface replaces
+Speaks HTTP with the dashboard (`http://HEAD:8265`), with Ray's token where there is one (`RAY_AUTH_TOKEN`,
+`RAY_AUTH_TOKEN_PATH`, `~/.ray/auth_token`), and imports neither Ray nor models. Serve's REST interface replaces
 everything at once: an application that is missing from a `PUT` is deleted. So changes go onto what is there now.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -51,13 +54,13 @@ class ServedApplication:
             return False
 
 
-def list_applications(address: str, token: str | None = None) -> list[ServedApplication]:
+def list_applications(address: str) -> list[ServedApplication]:
     """Our applications on the cluster whose dashboard is at `address`; others are left out.
 
     Raises:
         ConfigError: nobody answers at the address, or not a Ray dashboard.
     """
-    details = _request(address, "GET", token=token)
+    details = _request(address, "GET")
     return [
         _application(name, entry)
         for name, entry in details.get("applications", {}).items()
@@ -65,7 +68,7 @@ def list_applications(address: str, token: str | None = None) -> list[ServedAppl
     ]
 
 
-def set_policy(address: str, name: str, policy: PolicyPin | None, token: str | None = None) -> None:
+def set_policy(address: str, name: str, policy: PolicyPin | None) -> None:
     """Tell an application which policy to use. Its replicas swap between two rounds; nothing restarts.
 
     Returns once Serve has taken the configuration; what the replicas made of it is in their /healthz.
@@ -73,7 +76,7 @@ def set_policy(address: str, name: str, policy: PolicyPin | None, token: str | N
     Raises:
         ConfigError: no such application, one that was not deployed from a configuration, or the address is wrong.
     """
-    details = _request(address, "GET", token=token)
+    details = _request(address, "GET")
     entry = details.get("applications", {}).get(name)
     if entry is None:
         there = ", ".join(details.get("applications", {})) or "none"
@@ -88,13 +91,12 @@ def set_policy(address: str, name: str, policy: PolicyPin | None, token: str | N
         deployments.append(own)
     own["user_config"] = UserConfig(policy=policy).model_dump(mode="json")
     application["deployments"] = deployments
-    deploy(address, application, token)
+    deploy(address, application)
 
 
 def deploy(
     address: str,
     application: Mapping[str, Any],
-    token: str | None = None,
     http_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Add an application to those that run, or replace the one of its name; the others stay as they are.
@@ -102,7 +104,7 @@ def deploy(
     Raises:
         ConfigError: Serve refuses the configuration, or the address is wrong.
     """
-    details = _request(address, "GET", token=token)
+    details = _request(address, "GET")
     kept = [
         _config_of(entry)
         for name, entry in details.get("applications", {}).items()
@@ -114,16 +116,16 @@ def deploy(
     options = http_options or details.get("http_options")
     if options:
         config["http_options"] = dict(options)
-    _request(address, "PUT", config, token)
+    _request(address, "PUT", config)
 
 
-def remove(address: str, name: str, token: str | None = None) -> None:
+def remove(address: str, name: str) -> None:
     """Take an application down; its running requests finish first. Nothing happens if it is not there.
 
     Raises:
         ConfigError: the address is wrong.
     """
-    details = _request(address, "GET", token=token)
+    details = _request(address, "GET")
     applications = details.get("applications", {})
     if name not in applications:
         return
@@ -132,10 +134,10 @@ def remove(address: str, name: str, token: str | None = None) -> None:
     for key in ("proxy_location", "http_options"):
         if details.get(key):
             config[key] = details[key]
-    _request(address, "PUT", config, token)
+    _request(address, "PUT", config)
 
 
-def wait_until_running(address: str, name: str, timeout_s: float, token: str | None = None) -> ServedApplication:
+def wait_until_running(address: str, name: str, timeout_s: float) -> ServedApplication:
     """Wait until an application serves.
 
     Raises:
@@ -143,7 +145,7 @@ def wait_until_running(address: str, name: str, timeout_s: float, token: str | N
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        found = next((one for one in list_applications(address, token) if one.name == name), None)
+        found = next((one for one in list_applications(address) if one.name == name), None)
         status = "NOT_STARTED" if found is None else found.status
         if found is not None and status == "RUNNING":
             return found
@@ -187,9 +189,10 @@ def _config_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     return dict(entry.get("deployed_app_config") or {})
 
 
-def _request(address: str, method: str, content: Any = None, token: str | None = None) -> dict[str, Any]:
+def _request(address: str, method: str, content: Any = None) -> dict[str, Any]:
     if not address.startswith(("http://", "https://")):
         raise ConfigError(f"{address!r} is no dashboard address: it looks like http://127.0.0.1:8265")
+    token = _token()
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = None if content is None else json.dumps(content).encode()
     request = urllib.request.Request(address.rstrip("/") + _PATH, data, headers, method=method)
@@ -205,6 +208,20 @@ def _request(address: str, method: str, content: Any = None, token: str | None =
         return dict(json.loads(body)) if body else {}
     except ValueError as error:
         raise ConfigError(f"what answers at {address} is no Ray dashboard") from error
+
+
+def _token() -> str | None:
+    """The cluster's token, from where Ray's own programs take it; None: there is none, or it is switched off."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        return None
+    token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
+    if token:
+        return token
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    try:
+        return file.read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
 
 
 def _last_line(text: str) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -56,6 +60,72 @@ def test_policy_options_name_registered_versions(uri: str, monkeypatch: pytest.M
     assert policy_folder("some/folder") == Path("some/folder")
     with pytest.raises(RegistryError, match="holds no graft-smollm2-135m '9'"):
         policy_folder("models:/graft-smollm2-135m/9")
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Ray's, as far as `graft promote` speaks with it: asks for the token `secret`, and remembers what it is sent."""
+
+    received: ClassVar[list[dict[str, Any]]] = []
+    application: ClassVar[dict[str, Any]] = {
+        "name": "small",
+        "import_path": "serve.app:build",
+        "args": {"config": "smollm2-135m"},
+    }
+
+    def do_GET(self) -> None:
+        if self.headers["Authorization"] == "Bearer secret":
+            self._answer(200, json.dumps({"applications": {"small": {"deployed_app_config": self.application}}}))
+        else:
+            self._answer(401, "Unauthorized: Missing authentication token")
+
+    def do_PUT(self) -> None:
+        self.received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self._answer(200, "")
+
+    def _answer(self, status: int, body: str) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    Dashboard.received.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Dashboard) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_cluster_that_asks_for_a_token_is_told_of_the_champion(
+    dashboard: str, is_file: bool, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ray_token").write_text("secret\n")
+    name, value = ("RAY_AUTH_TOKEN_PATH", str(tmp_path / "ray_token")) if is_file else ("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv(name, value)
+    where = ["--config", "smollm2-135m", "--tracking-uri", uri, "--address", dashboard]
+    assert cli.run(["promote", *where, "2"]) == 0
+    (sent,) = Dashboard.received
+    (deployment,) = sent["applications"][0]["deployments"]
+    assert deployment["user_config"]["policy"]["registry"] == {"version": 2, "tracking_uri": uri}
+
+
+def test_without_its_token_nothing_is_promoted(
+    dashboard: str, uri: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # then the token is not sent to anybody
+    before = Registry(uri).resolve("smollm2-135m", "champion")
+    where = ["--config", "smollm2-135m", "--tracking-uri", uri, "--address", dashboard]
+    assert cli.run(["promote", *where, "1" if before == 2 else "2"]) == 2
+    assert "refuses (401): Unauthorized" in capsys.readouterr().err
+    assert Registry(uri).resolve("smollm2-135m", "champion") == before
 
 
 def test_where_the_registry_is(monkeypatch: pytest.MonkeyPatch) -> None:
