@@ -108,6 +108,7 @@ class Service:
         self.refiner = CostRefiner(lambda: self.decode.active.policy)
         self.decode.observe(self.refiner)
         self._poller: asyncio.Task[None] | None = None
+        self._champion_problem: str | None = None  # why there is no champion to follow, in one line
         self._retrier: asyncio.Task[None] | None = None
         self._recorder: TrafficRecorder | None = None
         if args.record_traffic is not None:
@@ -290,11 +291,17 @@ class Service:
 
     async def look_for_champion(self, tracking_uri: str) -> None:
         """Put the registry's champion in force if it is another version; whatever goes wrong, the policy stays."""
+        version, problem = None, None
         try:
             version = await asyncio.to_thread(registered_champion, tracking_uri, self.config.slug)
         except Exception as error:  # the registry is away, or answers nonsense
-            logger.warning("the registry does not say who is champion: %s", _one_line(error))
-            return
+            problem = f"the registry does not say who is champion: {_one_line(error)}"
+        else:
+            if version is None:
+                problem = f"the registry has no champion of {self.config.slug} yet"
+        if problem is not None and problem != self._champion_problem:  # said once, however often it is found again
+            logger.warning("%s; %s stays", problem, self.decode.active.label)
+        self._champion_problem = problem
         refused = None if self.refusal is None else self.refusal.version
         if version is None or version == refused:
             return
@@ -397,6 +404,7 @@ class Service:
             "system_fingerprint": self.system_fingerprint,
             "policy": {"label": active.label, "version": active.version, "fingerprint": active.fingerprint},
             "refused_policy": refused,
+            "champion_problem": self._champion_problem,
             "unmeasured": self._unmeasured,
             "sequences": self.decode.num_sequences,
             "limit": self.decode.limit,

@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 import pytest
@@ -264,9 +265,26 @@ def test_the_service_is_the_one_of_infra_serve(target: str) -> None:
     if not file.exists():
         pytest.skip(f"{file.name} is not there yet")
     (theirs,) = documents(file)
-    ours = serve_config(target)
+    ours = json.loads(json.dumps(serve_config(target)))
+    for config in (ours, theirs):  # a file for a laptop follows no registry
+        (application,) = config["applications"]
+        application["args"].pop("poll_champion", None)
     assert ours["applications"] == theirs["applications"]
     assert ours["http_options"] == theirs["http_options"] | {"host": "0.0.0.0"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_service_follows_the_registry_that_the_jobs_promote_in(target: str) -> None:
+    (application,) = serve_config(target)["applications"]
+    followed = ServeArgs.model_validate(application["args"]).poll_champion
+    assert followed is not None
+    for spec in clusters(target):
+        for container in containers(spec):
+            (variable,) = [one for one in container["env"] if one["name"] == "MLFLOW_TRACKING_URI"]
+            assert followed.tracking_uri == variable["value"]
+    place = urlsplit(followed.tracking_uri)
+    (service,) = [one for one in rendered("platform") if one["kind"] == "Service"]
+    assert (place.hostname, place.port) == (service["metadata"]["name"], service["spec"]["ports"][0]["port"])
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -265,8 +265,10 @@ def test_the_registrys_champion_is_followed(running: Running, reciting_target: T
         numbers.append(registry.register(Path(str(pin.folder)), slug, {"mat": mat}))
     asyncio.run(service.look_for_champion(uri))
     assert service.decode.active.version is None  # there is no champion yet
+    assert service.health()["champion_problem"] == f"the registry has no champion of {slug} yet"
     registry.promote(slug, numbers[0])
     asyncio.run(service.look_for_champion(uri))
+    assert service.health()["champion_problem"] is None
     assert (service.decode.active.version, service.decode.active.label) == (numbers[0], f"v{numbers[0]}")
     assert ask(running)["metrics"]["graft"]["policy_version"] == numbers[0]
     registry.promote(slug, numbers[1])
@@ -282,13 +284,41 @@ def test_the_registrys_champion_is_followed(running: Running, reciting_target: T
     assert service.refusal is None and running.reports.policies[-1] == (f"v{numbers[1]}", None)
 
 
-def test_a_registry_that_is_away_changes_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away(uri: str, slug: str) -> int:
-        raise OSError("no route")
+def test_without_a_champion_a_server_starts_and_says_so_once(
+    serve_reciter: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a replica starts that is told to follow a registry, which is away at first and then has no champion."""
+    answers: list[OSError | None] = [OSError("no route"), OSError("no route"), None, None]
+    problems: list[str | None] = []
 
-    monkeypatch.setattr(service_module, "registered_champion", away)
-    asyncio.run(running.service.look_for_champion("http://nobody:5000"))
-    assert running.service.decode.active.label == "plain"
+    def asked(uri: str, slug: str) -> None:
+        problems.append(running.service.health()["champion_problem"])
+        answer = answers.pop(0) if answers else None
+        if answer is not None:
+            raise answer
+
+    async def starting() -> None:
+        await running.service.reconfigure(UserConfig())
+        running.service.follow_champion()
+        async with asyncio.timeout(60):
+            while len(problems) < 5:
+                await asyncio.sleep(0.001)
+
+    said: list[str] = []
+    monkeypatch.setattr(service_module, "registered_champion", asked)
+    monkeypatch.setattr(service_module.logger, "warning", lambda text, *words, **_: said.append(text % words))
+    monkeypatch.setattr(service_module.random, "uniform", lambda low, high: 0.0)
+    running = serve_reciter(poll_champion={"tracking_uri": "http://nobody:5000"})
+    try:
+        asyncio.run(starting())
+        ask(running)
+        away = "the registry does not say who is champion: no route"
+        none = f"the registry has no champion of {running.service.config.slug} yet"
+        assert problems[:5] == [None, away, away, none, none]
+        assert said == [f"{away}; ddtree stays", f"{none}; ddtree stays"]
+        assert (running.service.health()["status"], running.service.decode.active.label) == ("ok", "ddtree")
+    finally:
+        running.close()
 
 
 # ---- costs while running
