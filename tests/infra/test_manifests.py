@@ -24,6 +24,7 @@ from jobs.schedule_command import with_entrypoint
 from serve.serve_args import ServeArgs
 from tests.infra import kuberay_schema
 from tests.infra.kustomize import Manifest, build, containers, documents, pods
+from tests.infra.test_schedule_files import check_command
 
 ROOT = Path(__file__).resolve().parents[2]
 KUBERAY = ROOT / "infra" / "kuberay"
@@ -246,6 +247,7 @@ def test_the_cron_job_submits_at_the_targets_own_schedule(target: str) -> None:
     assert spec["concurrencyPolicy"] == "Forbid"
     assert spec["startingDeadlineSeconds"] <= schedule.max_lateness_minutes * 60
     (container,) = containers(spec)
+    check_command(container["args"])
     assert container["command"] == ["graft"] and container["args"][:3] == ["schedule", "submit", "--wait"]
     options = dict(argument.split("=", 1) for argument in container["args"][3:])
     assert load_config(ROOT / options["--config"]) == load_config(target)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from typer.exceptions import TyperException
 
 from graft_dist.config import load_config
 from graft_dist.schedule import Schedule
@@ -36,10 +37,16 @@ def schedule_of(target: str) -> Schedule:
 
 
 def check_command(words: list[str]) -> None:
-    group = typer.main.get_command(cli.app).commands["schedule"]  # type: ignore[attr-defined]
-    known = {option for parameter in group.commands["submit"].params for option in parameter.opts}
+    """Let our command parse the words after `graft`, without doing anything; what it refuses is raised."""
     assert words[:2] == ["schedule", "submit"]
-    assert {word for word in words if word.startswith("--")} <= known
+    group = typer.main.get_command(cli.app).commands["schedule"]  # type: ignore[attr-defined]
+    group.commands["submit"].make_context("submit", words[2:])
+
+
+@pytest.mark.parametrize("mistake", ["--intervall=30", "--interval=soon", "--waiting", "now"])
+def test_a_command_line_with_a_mistake_is_found(mistake: str) -> None:
+    with pytest.raises(TyperException):
+        check_command(["schedule", "submit", "--config=x.yaml", mistake])
 
 
 def test_cron_starts_a_minute_after_each_tick() -> None:
