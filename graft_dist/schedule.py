@@ -7,6 +7,7 @@ that falls into the repeated hour of autumn comes once; jobs that run every so m
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ from typing import Annotated
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 _CRON = "five cron fields: minute, hour, day of month, month, day of week, such as 0 3 * * 1-5"
 _ZONE = "an IANA time zone such as UTC, Europe/Berlin or Asia/Shanghai"
 _ENTRYPOINT = "a command line that starts with python, may hold {config}, and is free of ; & | < > $ ` and backslashes"
+_ON_FAILURE = "a list of words, the program and its arguments, such as [/opt/tell.sh, team-a], or null"
 _SHELL = re.compile(r"[;&|<>$`\\\n\r\0]")
 
 
@@ -38,6 +40,13 @@ class Schedule(BaseModel):
     max_attempts: Annotated[int, Field(ge=1, le=10, description="a whole number from 1 to 10")] = 3
     # Before the second attempt; each further one waits twice as long.
     backoff_minutes: Annotated[int, Field(ge=1, le=1_440, description="whole minutes from 1 to 1440")] = 10
+    # `graft schedule run` submits a tick's job up to so much later, so that targets do not all come at once.
+    jitter_s: Annotated[int, Field(ge=0, le=3_600, description="whole seconds from 0 to 3600")] = 0
+    # What `graft schedule run` starts when a tick has come to nothing; see `jobs/failure_hook.py`.
+    on_failure: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...] | None,
+        Field(strict=False, min_length=1, description=_ON_FAILURE),
+    ] = None
 
     @field_validator("timezone")
     @classmethod
@@ -75,6 +84,15 @@ class Schedule(BaseModel):
             raise ValueError(f"allowed is {_ENTRYPOINT}")
         return command
 
+    @model_validator(mode="after")
+    def _check_jitter(self) -> Schedule:
+        if self.jitter_s >= 60 * self.max_lateness_minutes:
+            raise ValueError(
+                f"jitter_s {self.jitter_s} would put ticks off until they are given up (max_lateness_minutes "
+                f"{self.max_lateness_minutes})"
+            )
+        return self
+
     def ticks(self, after: datetime) -> Iterator[datetime]:
         """The ticks later than `after` (with a time zone), in UTC, ascending, each once, without end."""
         last = after.astimezone(UTC)
@@ -93,6 +111,11 @@ class Schedule(BaseModel):
     def max_lateness(self) -> timedelta:
         """How long after a tick its job may still be started."""
         return timedelta(minutes=self.max_lateness_minutes)
+
+    def delay(self, slug: str, tick: datetime) -> timedelta:
+        """How long after a tick the job of a target is submitted: the same for everybody who asks, 0 to `jitter_s`."""
+        drawn = hashlib.sha256(f"{slug} {tick.astimezone(UTC).isoformat()}".encode()).digest()
+        return timedelta(seconds=int.from_bytes(drawn[:8], "big") % (self.jitter_s + 1))
 
     def backoff(self, attempt: int) -> timedelta:
         """The pause after failed attempt `attempt`, counted from 0."""

@@ -66,15 +66,25 @@ def running(target: ScheduledTarget, jobs: dict[str, Job]) -> Job | None:
 
 
 class Scheduler:
-    """Drives several targets. `say` is told what happens, a line each."""
+    """Drives several targets. `say` is told what happens, a line each.
+
+    `alert` is called, once and at most once, with a tick's last attempt when the tick has come to nothing: the job
+    failed or was lost and is not tried again, or nobody could act on the tick in time. It must not raise.
+    """
 
     def __init__(
-        self, targets: Sequence[ScheduledTarget], state: ScheduleState, queue: JobQueue, say: Callable[[str], None]
+        self,
+        targets: Sequence[ScheduledTarget],
+        state: ScheduleState,
+        queue: JobQueue,
+        say: Callable[[str], None],
+        alert: Callable[[ScheduledTarget, Attempt], None] = lambda *_: None,
     ) -> None:
         self._targets = targets
         self._state = state
         self._queue = queue
         self._say = say
+        self._alert = alert
 
     def step(self, now: datetime) -> None:
         """Do what is due at `now`. Raises `QueueUnavailable`; a later step makes up for it then."""
@@ -107,11 +117,13 @@ class Scheduler:
         watermark = self._state.watermark(target.slug)
         assert watermark is not None
         due = target.schedule.due(watermark, now)
-        if not due:
+        ready = [tick for tick in due if tick + target.schedule.delay(target.slug, tick) <= now]
+        if not ready:
             self._give_up_missed(target, watermark, now)
             return
-        tick = due[-1]
-        detail = f"stands for {len(due) - 1} earlier ticks too" if len(due) > 1 else ""
+        tick = ready[-1]
+        num_earlier = due.index(tick)
+        detail = f"stands for {num_earlier} earlier ticks too" if num_earlier else ""
         attempt = Attempt(target.slug, tick, 0, Status.submitting, detail, None, tick, None)
         busy = self._busy(target, jobs)
         if busy is not None:
@@ -122,6 +134,8 @@ class Scheduler:
             if waiting.status == Status.waiting
         ]
         self._state.write(*superseded, attempt, watermark=tick, target=target.slug)
+        for retry in superseded:
+            self._alert(target, retry)
         if busy is None:
             self._submit(target, attempt)
 
@@ -145,6 +159,7 @@ class Scheduler:
             missed = Attempt(target.slug, first, 0, Status.missed, detail, None, first, now)
             self._state.write(missed, watermark=oldest, target=target.slug)
             self._say(f"{target.slug}: gave up the tick {_shown(first)}: {detail}")
+            self._alert(target, missed)
 
     def _retry(self, target: ScheduledTarget, attempt: Attempt, jobs: dict[str, Job], now: datetime) -> None:
         busy = self._busy(target, jobs)
@@ -157,7 +172,9 @@ class Scheduler:
     def _submit_late(self, target: ScheduledTarget, attempt: Attempt, now: datetime) -> None:
         """For an attempt that was decided on just before a crash, or before the cluster stopped answering."""
         if now - attempt.not_before > target.schedule.max_lateness:
-            self._state.write(attempt.closed(Status.missed, now, "the cluster was away for too long"))
+            missed = attempt.closed(Status.missed, now, "the cluster was away for too long")
+            self._state.write(missed)
+            self._alert(target, missed)
         else:
             self._submit(target, attempt)
 
@@ -179,9 +196,12 @@ class Scheduler:
             retry = Attempt(target.slug, ended.tick, number, Status.waiting, "", None, again, None)
             self._state.write(ended, retry)
             line += f", tries again at {_shown(again)}"
-        else:
-            self._state.write(ended)
+            self._say(line)
+            return
+        self._state.write(ended)
         self._say(line)
+        if ended.status in (Status.failed, Status.lost):
+            self._alert(target, ended)
 
 
 @dataclass(frozen=True)

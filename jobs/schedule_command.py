@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -20,6 +21,7 @@ from graft_dist.config import load_config
 from graft_dist.errors import ConfigError
 from graft_dist.schedule import Schedule
 from jobs.cluster import dashboard_address
+from jobs.failure_hook import tell
 from jobs.job_queue import JobQueue, JobState, QueueUnavailable
 from jobs.schedule import ScheduledTarget, Scheduler, outcome, submit_once
 from jobs.schedule_state import Attempt, ScheduleState, Status
@@ -60,7 +62,7 @@ def run_schedule(
     with _only_one(state), ScheduleState(state) as opened:
         for target in targets:
             _say(f"{target.slug}: {target.schedule.cron} in {target.schedule.timezone}, {_next_run(target)}")
-        loop(Scheduler(targets, opened, queue, _say), stop.wait, interval_s)
+        loop(Scheduler(targets, opened, queue, _say, partial(tell, say=_say)), stop.wait, interval_s)
     _say("stopped; submitted jobs go on, and the next start follows them")
     return 0
 

@@ -166,6 +166,10 @@ def test_folders_are_told_from_hub_ids() -> None:
         ("retrain: {prompts: [{path: a.jsonl}], explore: [0, 8]}", ["retrain.explore", "two of them at least above 0"]),
         ("retrain: {prompts: [{path: a.jsonl, limit: 0}]}", ["retrain.prompts.0.limit is 0", "from 1 on"]),
         ("retrain: {prompts: [{path: a.jsonl, hub: a/b}]}", ["retrain.prompts.0", "one of path, hub and traffic"]),
+        ("schedule: {cron: 0 3 * * *, jitter_s: -1}", ["schedule.jitter_s is -1", "from 0 to 3600"]),
+        ("schedule: {cron: 0 3 * * *, on_failure: mail}", ["schedule.on_failure is 'mail'", "a list of words"]),
+        ("schedule: {cron: 0 3 * * *, on_failure: []}", ["schedule.on_failure is []", "a list of words"]),
+        ("schedule: {cron: 0 3 * * *, on_failure: [mail, 1]}", ["schedule.on_failure.1 is 1", "a list of words"]),
         ("{device: cpu, resources: {num_gpus: 1}}", ["resources.num_gpus is 1", "device is cpu"]),
     ],
 )

@@ -92,6 +92,23 @@ def test_pauses_double() -> None:
     assert [schedule.backoff(attempt) for attempt in range(3)] == [timedelta(minutes=m) for m in (10, 20, 40)]
 
 
+def test_the_delay_of_a_tick_is_the_same_for_everybody_and_differs_between_targets() -> None:
+    schedule, tick = Schedule(cron="0 3 * * *", jitter_s=600), at("2026-05-01 03:00")
+    assert schedule.delay("a", tick) == schedule.delay("a", tick.astimezone(BERLIN))
+    drawn = {schedule.delay(f"target-{number}", tick) for number in range(100)}
+    assert len(drawn) > 50
+    assert timedelta(0) <= min(drawn) < timedelta(minutes=2) and timedelta(minutes=8) < max(drawn) <= timedelta(
+        minutes=10
+    )
+    assert Schedule(cron="0 3 * * *").delay("a", tick) == timedelta(0)
+
+
+def test_a_delay_as_long_as_a_tick_is_waited_for_is_refused() -> None:
+    with pytest.raises(ValidationError, match="jitter_s 60 would put ticks off until they are given up"):
+        Schedule(cron="0 3 * * *", jitter_s=60, max_lateness_minutes=1)
+    assert Schedule(cron="0 3 * * *", jitter_s=59, max_lateness_minutes=1).jitter_s == 59
+
+
 def test_the_command_holds_the_configuration_as_one_word() -> None:
     schedule = Schedule(cron="0 3 * * *")
     assert schedule.command("targets/x.yaml") == "python jobs/retrain.py --config targets/x.yaml"

@@ -20,7 +20,7 @@ from jobs.job_queue import JobState, QueueUnavailable
 from jobs.ray_head import free_ports
 from jobs.schedule import ScheduledTarget, Scheduler, submit_once
 from jobs.schedule_command import follow, scheduled_targets, with_entrypoint
-from jobs.schedule_state import ScheduleState, Status
+from jobs.schedule_state import Attempt, ScheduleState, Status
 from tests.jobs.fake_queue import FakeQueue
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,13 +39,18 @@ class Bench:
     def __init__(self, folder: Path, *targets: ScheduledTarget) -> None:
         self.queue = FakeQueue()
         self.lines: list[str] = []
+        self.alerts: list[tuple[str, str]] = []  # (job id, outcome)
         self._file = folder / "schedule.sqlite"
         self._targets = targets or (HOURLY,)
         self.start()
 
     def start(self) -> None:
         self.state = ScheduleState(self._file)
-        self._scheduler = Scheduler(self._targets, self.state, self.queue, self.lines.append)
+        self._scheduler = Scheduler(self._targets, self.state, self.queue, self.lines.append, self._alert)
+
+    def _alert(self, target: ScheduledTarget, attempt: Attempt) -> None:
+        assert target.slug == attempt.target and attempt.ended is not None
+        self.alerts.append((attempt.submission_id, attempt.status))
 
     def restart(self) -> None:
         self.state.close()
@@ -93,6 +98,7 @@ def test_ticks_that_are_too_late_are_given_up(tmp_path: Path) -> None:
     bench = Bench(tmp_path, daily)
     bench.step("2026-05-01 02:00", "2026-05-01 05:00", "2026-05-01 05:01")
     assert bench.queue.log == []
+    assert bench.alerts == [("retrain-tiny-20260501T0300Z", Status.missed)]
     assert bench.outcomes() == [("retrain-tiny-20260501T0300Z", Status.missed)]
     bench.step("2026-05-02 03:00")
     assert bench.queue.ids == ["retrain-tiny-20260502T0300Z"]
@@ -139,8 +145,10 @@ def test_failures_are_tried_again_after_pauses_that_double(tmp_path: Path) -> No
     bench.step("10:40")
     assert bench.queue.ids[2] == f"{FIRST}-r2"
     bench.queue.fail(f"{FIRST}-r2")
+    assert bench.alerts == []
     bench.step("10:41", "23:00")
     assert [status for _, status in bench.outcomes()] == [Status.failed] * 3
+    assert bench.alerts == [(f"{FIRST}-r2", Status.failed)]  # one for the tick, when nothing more is tried
     assert len(bench.queue.ids) == 3
     bench.state.close()
 
@@ -161,6 +169,7 @@ def test_what_another_attempt_would_not_mend_is_not_tried_again(
     bench.queue.end(FIRST, state, code)
     bench.step("10:01", "10:59")
     assert bench.outcomes() == [(FIRST, status)]
+    assert bench.alerts == ([(FIRST, status)] if status == Status.failed else [])
     assert bench.queue.ids == [FIRST]
 
 
@@ -170,6 +179,7 @@ def test_the_next_tick_takes_the_place_of_a_retry(bench: Bench) -> None:
     bench.step("10:55", "11:00")
     assert bench.queue.ids == [FIRST, "retrain-tiny-20260501T1100Z"]
     assert bench.outcomes()[1] == (f"{FIRST}-r1", Status.superseded)
+    assert bench.alerts == [(f"{FIRST}-r1", Status.superseded)]
 
 
 def test_after_a_restart_runs_are_followed_not_repeated(bench: Bench) -> None:
@@ -238,6 +248,57 @@ def test_a_restarted_head_has_lost_the_run_which_is_tried_again(bench: Bench) ->
     assert bench.outcomes() == [(FIRST, Status.lost), (f"{FIRST}-r1", Status.waiting)]
     bench.step("10:20")
     assert bench.queue.ids == [FIRST, f"{FIRST}-r1"]
+
+
+def test_a_job_that_is_lost_for_good_and_a_cluster_that_stays_away_are_told(tmp_path: Path) -> None:
+    daily = Schedule(cron="0 10 * * *", max_attempts=1, max_lateness_minutes=60)
+    bench = Bench(tmp_path, ScheduledTarget("tiny", "tiny.yaml", daily))
+    bench.step("09:30", "10:00")
+    bench.queue.forget_all()
+    bench.step("10:10", "10:11")
+    assert bench.alerts == [(FIRST, Status.lost)]
+
+    bench.queue.submit = away  # type: ignore[method-assign]
+    with pytest.raises(QueueUnavailable):
+        bench.step("2026-05-02 10:00")
+    bench.step("2026-05-02 11:01", "2026-05-02 11:02")
+    assert bench.alerts[1:] == [("retrain-tiny-20260502T1000Z", Status.missed)]
+    bench.state.close()
+
+
+def away(*_: object) -> bool:
+    raise QueueUnavailable("nobody answers")
+
+
+def test_jitter_puts_off_a_tick_and_not_its_id(tmp_path: Path) -> None:
+    schedule = Schedule(cron="0 * * * *", max_lateness_minutes=300, jitter_s=1800)
+    late, early = (datetime.fromisoformat(f"2026-05-01T{hour}:00Z") for hour in ("10", "11"))
+    bench = Bench(tmp_path, ScheduledTarget("tiny", "tiny.yaml", schedule))
+    bench.step("09:30")
+    delay = schedule.delay("tiny", late)
+    assert timedelta(minutes=1) < delay < timedelta(minutes=30)
+    for moment in (late, late + delay - timedelta(seconds=1)):
+        bench._scheduler.step(moment)
+        assert bench.queue.log == []
+    bench.restart()
+    bench._scheduler.step(late + delay)
+    assert bench.queue.ids == [FIRST]
+    bench.queue.end(FIRST)
+    bench._scheduler.step(early + schedule.delay("tiny", early))
+    assert bench.queue.ids == [FIRST, "retrain-tiny-20260501T1100Z"]
+    bench.state.close()
+
+
+def test_with_jitter_missed_ticks_are_still_one_run(tmp_path: Path) -> None:
+    schedule = Schedule(cron="*/10 * * * *", max_lateness_minutes=300, jitter_s=3600)
+    bench = Bench(tmp_path, ScheduledTarget("tiny", "tiny.yaml", schedule))
+    bench.step("09:30", "14:00")
+    (submitted,) = bench.queue.ids
+    ready = [
+        tick for tick in schedule.due(at("09:30"), at("14:00")) if tick + schedule.delay("tiny", tick) <= at("14:00")
+    ]
+    assert submitted == f"retrain-tiny-{ready[-1]:%Y%m%dT%H%MZ}"
+    bench.state.close()
 
 
 def test_two_schedulers_with_files_of_their_own_submit_a_tick_once(tmp_path: Path) -> None:
