@@ -35,7 +35,10 @@ class PromptSource(BaseModel):
     revision: Annotated[str, Field(min_length=1, description="a branch, tag or commit of the data set")] = "main"
     files: Annotated[
         str | None,
-        Field(min_length=1, description="a pattern of the data set's files, such as main/test-*.parquet"),
+        Field(
+            min_length=1,
+            description="a pattern of the data set's files, such as main/test-*.parquet, or null for all",
+        ),
     ] = None
     traffic: Annotated[
         str | None,
@@ -64,7 +67,7 @@ class PromptSource(BaseModel):
     def _check_together(self) -> PromptSource:
         if sum(place is not None for place in (self.path, self.hub, self.traffic)) != 1:
             raise ValueError("a prompt source needs one of path, hub and traffic, and only one")
-        if (self.hub is None) != (self.files is None):
+        if self.files is not None and self.hub is None:
             raise ValueError("files goes with hub: a pattern of the data set's files")
         if self.days is not None and self.traffic is None:
             raise ValueError("days goes with traffic: how old it may be")
@@ -75,7 +78,8 @@ class PromptSource(BaseModel):
     @property
     def name(self) -> str:
         """What messages call it."""
-        return self.path or self.traffic or f"{self.hub}:{self.files}"
+        hub = self.hub if self.files is None else f"{self.hub}:{self.files}"
+        return self.path or self.traffic or str(hub)
 
     def prompt(self, row: Mapping[str, Any], index: int) -> Prompt:
         """Return the prompt of a row with foreign fields, by the templates.

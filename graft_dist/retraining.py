@@ -28,7 +28,7 @@ class Retraining(BaseModel):
 
     prompts: Annotated[
         tuple[PromptSource, ...],
-        Field(strict=False, min_length=1, description="a list of sources, each with path, hub and files, or traffic"),
+        Field(strict=False, min_length=1, description="a list of sources, each with path, hub or traffic"),
     ]
     store: Annotated[str, Field(min_length=1, description="the root of the trajectory store")] = (
         "~/graft-dist/trajectories"

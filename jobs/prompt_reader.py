@@ -24,6 +24,7 @@ TrafficReader = Callable[[PromptSource], Iterable[Prompt]]
 """Reads what users asked of a target; see `jobs/traffic_prompts.py`."""
 
 _ROWS = 1024  # read from Parquet at a time
+_HUB_FILES = ("**/*.parquet", "**/*.jsonl")  # of a data set, where the source names none
 
 
 class FileSystem(Protocol):
@@ -99,14 +100,14 @@ def _local_rows(path: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _hub_rows(source: PromptSource, hub: FileSystem) -> Iterator[Mapping[str, Any]]:
-    pattern = f"datasets/{source.hub}@{source.revision}/{source.files}"
+    patterns = _HUB_FILES if source.files is None else (source.files,)
     try:
-        paths = sorted(hub.glob(pattern))
+        found = [hub.glob(f"datasets/{source.hub}@{source.revision}/{pattern}") for pattern in patterns]
     except Exception as error:  # the hub's client raises errors of several libraries, and its own
         raise PromptError(f"the data set {source.hub} cannot be reached ({_first_line(error)})") from error
-    if not paths:
-        raise PromptError(f"the data set {source.hub} at {source.revision} has no files {source.files}")
-    for path in paths:
+    if not any(found):
+        raise PromptError(f"the data set {source.hub} at {source.revision} has no files {' or '.join(patterns)}")
+    for path in sorted({path for paths in found for path in paths}):
         try:
             with hub.open(path, "rb") as file:
                 yield from _rows_of(file, path)

@@ -64,6 +64,18 @@ def test_a_data_set_of_the_hub_is_read_file_by_file(tmp_path: Path) -> None:
         list(read_sources([source(hub="openai/gsm8k", files="main/dev-*")], Folder(tmp_path)))
 
 
+def test_a_data_set_without_a_pattern_is_read_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "datasets" / "openai" / "gsm8k@main"
+    (folder / "more").mkdir(parents=True)
+    write_parquet(folder / "a.parquet", ROWS[:1])
+    write_jsonl(folder / "more" / "b.jsonl", ROWS[1:])
+    (folder / "README.md").write_text("no prompts")
+    assert list(read_sources([source(hub="openai/gsm8k")], Folder(tmp_path))) == EXPECTED
+    (tmp_path / "datasets" / "openai" / "empty@main").mkdir()
+    with pytest.raises(PromptError, match=r"openai/empty at main has no files \*\*/\*\.parquet or \*\*/\*\.jsonl"):
+        list(read_sources([source(hub="openai/empty")], Folder(tmp_path)))
+
+
 def test_own_form_patterns_limits_and_double_ids(tmp_path: Path) -> None:
     rows = [{"id": str(number), "task": "chat", "turns": [f"Say {number}."]} for number in range(6)]
     write_jsonl(tmp_path / "a.jsonl", rows[:3])
@@ -120,7 +132,6 @@ def test_a_file_that_is_no_parquet_is_said(tmp_path: Path) -> None:
     [
         {},
         {"path": "a.jsonl", "hub": "a/b", "files": "x"},
-        {"hub": "a/b"},
         {"path": "a.jsonl", "files": "x"},
         {"path": "a.jsonl", "turns": ["{a"]},
         {"path": "a.jsonl", "turns": ["{a.__class__}"]},
