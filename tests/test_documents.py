@@ -18,15 +18,19 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def shown_commands() -> list[tuple[str, list[str]]]:
-    """(page, words) of every `graft ...` and `python jobs/....py ...` in the pages' shell blocks."""
+    """(page, words) of every `graft ...` and `python jobs/....py ...` in shell blocks, and with options in prose."""
     commands = []
     for page in PAGES:
-        for block in re.findall(r"```(?:sh|bash|console)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                start = next((i for i, word in enumerate(words) if is_ours(words, i)), None)
-                if start is not None:
-                    commands.append((page.name, words[start:]))
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"```(?:sh|bash|console)\n(.*?)```", text, re.DOTALL)
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        lines += re.findall(r"`((?:graft [a-z]|python jobs/)[^`]*--[^`]*)`", prose)
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            start = next((i for i, word in enumerate(words) if is_ours(words, i)), None)
+            if start is not None:
+                commands.append((page.name, words[start:]))
     return commands
 
 
