@@ -6,7 +6,7 @@ refused; a rollback brings v1 back. Everything is done by the commands that user
 became of each of their requests is counted. `demo.log`, `report.md` and `gate.html`, the report on v2, are left in the
 --out folder, everything else in --work.
 
-Exit code 0 if all of that happened, 1 if something did not.
+Exit code 0 if all of that happened, 1 if something did not, or not before --limit.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -39,6 +38,7 @@ from graft_dist.hardware import cpu_name
 from jobs.demo_prompts import made_prompts
 from jobs.demo_users import Asked, Users
 from jobs.fresh_prompts import write_prompts
+from jobs.machine_names import MachineNames
 from jobs.out_file import write_aside
 from jobs.quickstart import follow
 from jobs.ray_head import RayHead, free_ports
@@ -48,13 +48,18 @@ from serve import applications
 REPOSITORY = Path(__file__).resolve().parents[1]
 GRAFT = [sys.executable, "-m", "jobs.cli"]
 
-GATE_REPORT = "gate.html"
+LOG, REPORT, GATE_REPORT = PAGES = ("demo.log", "report.md", "gate.html")
 _LARGEST_REPORT = 1_000_000  # characters
 
+# Nothing is waited for beyond the request's limit; these say sooner that something is wrong.
+_DEPLOY_TIMEOUT_S = 300.0  # for the server to run
 _LIVE_TIMEOUT_S = 180.0  # for a promoted version to be in force
 _SCHEDULE_TIMEOUT_S = 180.0  # for the next tick's submission: ticks are a minute apart
-_RETRAIN_TIMEOUT_S = 900.0  # for the scheduled retraining
-_TRIED = ((4, 2), (10, 3), (3, 2))  # prompts of the live trial, and audited ones, of each retraining
+_STOP_TIMEOUT_S = 10.0  # for a command that is asked to end
+
+_POLL_CHAMPION_S = 2.0  # a look takes some 20 ms
+_FOLLOW_S = 2.0  # a look reads all of the job's log
+_PAUSE_S = 8.0  # of the one user who asks while a policy is trained
 _SUBMITTED = re.compile(r"submitted (retrain-\S+)")
 _VERDICT = re.compile(r"retrain: ((promoted|kept|nothing new|failed)\b.*)")
 
@@ -70,6 +75,7 @@ class DemoRequest:
     steps: tuple[int, int]  # optimizer steps at most of v1 and v2
     max_new_tokens: int
     busy_s: float  # how long many users are watched at each version
+    limit_s: float  # for all of it
 
 
 @dataclass(frozen=True)
@@ -92,34 +98,43 @@ class Demo:
     def __post_init__(self) -> None:
         self._start = time.monotonic()
         self.request.out.mkdir(parents=True, exist_ok=True)
-        for name in (GATE_REPORT, "report.md"):  # of an earlier demonstration
+        for name in (GATE_REPORT, REPORT):  # of an earlier demonstration
             (self.request.out / name).unlink(missing_ok=True)
-        self._log = self.request.out / "demo.log"
+        self._log = self.request.out / LOG
         self._log.write_text("", encoding="utf-8")
+        self.names = MachineNames()  # that stay out of everything which is published
+        for folder, word in ((self.request.work, "WORK"), (REPOSITORY, "."), (Path(sys.prefix), "VENV")):
+            self.names.add(folder, word)
 
     def write(self, text: str) -> None:
-        """Onto the terminal and into the log, without this machine's folders."""
-        text = self._without_folders(text)
+        """Onto the terminal and into the log, without this machine's names."""
+        text = self.names.hide(text)
         with self._log.open("a", encoding="utf-8") as log:
             log.write(text)
         print(text, end="", flush=True)
 
-    def _without_folders(self, text: str) -> str:
-        for folder, name in ((self.request.work, "WORK"), (REPOSITORY, "."), (Path(sys.prefix), "VENV")):
-            text = text.replace(str(folder), name)
-        return text
-
     def keep_gate_report(self) -> None:
-        """Leave the newest retraining's report as `gate.html`, unless it is large or still names folders from here."""
-        reports = (self.request.work / "runs").glob("*/*/report.html")
-        newest = max(reports, key=lambda path: path.parent.name, default=None)
-        if newest is None:
-            raise GraftError("the retraining has left no report")
-        page = self._without_folders(newest.read_text(encoding="utf-8"))
-        if len(page) > _LARGEST_REPORT or any(f"{folder}/" in page for folder in (Path.home(), tempfile.gettempdir())):
-            self.write(f"the gate's report, {len(page)} characters, is left in {newest}\n")
+        """Leave the newest retraining's report as `gate.html`, unless it is large or still names this machine."""
+        runs = [path for path in (self.request.work / "runs").glob("*/*") if path.is_dir()]
+        report = max(runs, key=lambda run: run.name) / "report.html" if runs else None
+        if report is None or not report.exists():
+            self.write("the retraining has left no report\n")
+            return
+        page = self.names.hide(report.read_text(encoding="utf-8"))
+        if len(page) > _LARGEST_REPORT or self.names.left_in(page):
+            self.write(f"the gate's report, {len(page)} characters, is left in {report}\n")
             return
         write_aside(self.request.out / GATE_REPORT, page)
+
+    def check_pages(self) -> None:
+        """Hide once more, since a job's log comes in pieces that may end within a name; say what is still there."""
+        for path in (self.request.out / name for name in PAGES):
+            if path.exists():
+                page = self.names.hide(path.read_text(encoding="utf-8"))
+                write_aside(path, page)
+                left = self.names.left_in(page)
+                if left:
+                    print(f"demo: {path} still names {', '.join(left)}", flush=True)
 
     @property
     def now_s(self) -> float:
@@ -153,8 +168,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demonstration; returns the exit code."""
     signal.signal(signal.SIGTERM, _terminate)
     logging.getLogger("ray").setLevel(logging.ERROR)  # it names every file that it does not upload
-    request = _request(argv)
-    demo = Demo(request)
+    demo = Demo(_request(argv))
+    try:
+        return _demonstrate(demo)
+    finally:
+        demo.check_pages()
+
+
+def _demonstrate(demo: Demo) -> int:
+    """Show everything, say how it ended, and report; returns the exit code."""
+    request = demo.request
     try:
         asked = show(demo)
     except (GraftError, OSError, RuntimeError) as error:  # the last of Ray's clients
@@ -165,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     has_gate_report = (request.out / GATE_REPORT).exists()
     report = render_report(load_config(request.config), demo.stages, asked, demo.now_s, has_gate_report=has_gate_report)
-    write_aside(request.out / "report.md", report)
+    write_aside(request.out / REPORT, demo.names.hide(report))
     demo.write(f"\n{report}")
     lost = [one for one in asked if not one.is_answered]
     if lost:
@@ -180,13 +203,12 @@ def show(demo: Demo) -> list[Asked]:
     (request.work / "prompts").mkdir(parents=True)
     prompts = made_prompts()
     write_prompts(request.work / "prompts" / "made.jsonl", prompts)
-    first, second, undertrained = (request.work / f"{name}.yaml" for name in ("first", "second", "undertrained"))
-    for path, steps, count, tried in zip(
-        (first, second, undertrained), (*request.steps, 1), (*request.num_prompts, 1), _TRIED, strict=True
-    ):
-        write_aside(path, _config(request, steps=steps, num_prompts=count, tried=tried))
+    write_prompts(request.work / "prompts" / "none.jsonl", [])
+    first, second, undertrained = _configs(request)
     # Four processors as Ray counts them, whatever there is: a replica and a job at once on a small machine.
-    with RayHead(num_cpus=4, environment={"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}) as head:
+    environment = {"PYTHONPATH": str(REPOSITORY), "RAY_worker_niceness": "0"}
+    with RayHead(num_cpus=4, environment=environment) as head, within(request.limit_s - demo.now_s):
+        demo.names.add(head.folder, "HEAD")
         retrain = [sys.executable, "jobs/retrain.py", "--address", head.address, "--config"]
         with demo.stage("a first policy from little data") as result:
             verdict = _verdict(demo.run([*retrain, str(first)], head))
@@ -194,23 +216,25 @@ def show(demo: Demo) -> list[Asked]:
             if not verdict.startswith("promoted v1"):
                 demo.run([*GRAFT, "promote", "--config", str(first), *_tracking(request), "1"], head)
                 result(f"{verdict}; promoted by hand all the same, so that there is a champion to beat")
-        with demo.stage("the champion serves under load") as result:
+        with demo.stage("the champion serves") as result:
             url = _serve(request, head)
-            took_s = _wait_for(url, "v1")
-            result(f"v1 in force after {took_s:.0f} s")
+            result(f"v1 in force {_wait_for(url, 'v1'):.0f} s after the server was up")
         with Users(url, prompts[::-1], request.max_new_tokens) as users:
-            _watch(users, request.busy_s)
-            users.be(1, pause_s=4.0)  # so that the retraining gets its share of a small machine
             with demo.stage("the schedule starts a retraining with more data, while users ask") as result:
-                verdict = _scheduled(demo, second, head)
+                users.be(4)
+                began = demo.now_s
+                job = _submitted(demo, second, head)
+                time.sleep(max(0.0, began + request.busy_s - demo.now_s))
+                users.be(1, pause_s=_PAUSE_S)  # so that the retraining gets its share of a small machine
+                verdict = _followed(demo, job, head)
                 result(verdict)
-                _expect(verdict, "promoted v2")
                 demo.keep_gate_report()
+                _expect(verdict, "promoted v2")
                 users.be(4)
                 _wait_for(url, "v2")
                 result(f"{verdict}; in force without a restart")
-            _watch(users, request.busy_s)
-            users.be(1, pause_s=4.0)
+            time.sleep(request.busy_s)
+            users.be(1, pause_s=_PAUSE_S)
             with demo.stage("a version that was trained for one step is refused, while users ask") as result:
                 verdict = _verdict(demo.run([*retrain, str(undertrained)], head))
                 result(verdict)
@@ -219,9 +243,25 @@ def show(demo: Demo) -> list[Asked]:
             with demo.stage("rollback to v1, while users ask") as result:
                 demo.run([*GRAFT, "rollback", "--config", str(first), *_tracking(request)], head)
                 result(f"v1 in force after {_wait_for(url, 'v1'):.1f} s")
-            _watch(users, request.busy_s)
+            time.sleep(request.busy_s)
         demo.run([*GRAFT, "policies", *_tracking(request)], head)
     return users.asked
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """A block that ends with a `GraftError` after so long, whatever it waits for then. For the main thread."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise GraftError("the limit for all of it is reached, and the rest is given up")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def render_report(
@@ -262,22 +302,38 @@ def _answers_cells(asked: Sequence[Asked]) -> str:
     return f"{len(whole)} | {mat:.2f} | {rates[len(rates) // 2]:.1f}"
 
 
-def _config(request: DemoRequest, *, steps: int, num_prompts: int, tried: tuple[int, int]) -> str:
+def _configs(request: DemoRequest) -> list[Path]:
+    """Write the configurations of v1, v2 and v3; returns their files.
+
+    The live trial and the audit of v2 are of more prompts than those of the others, where replay alone decides.
+    """
+    some, more = {"num_live_prompts": 2, "num_audit_prompts": 1}, {"num_live_prompts": 6, "num_audit_prompts": 2}
+    made, none = ([{"path": str(request.work / "prompts" / f"{name}.jsonl")}] for name in ("made", "none"))
+    retrainings = {
+        "first": {"prompts": made, "num_prompts": request.num_prompts[0], "steps": request.steps[0], **some},
+        "second": {"prompts": made, "num_prompts": request.num_prompts[1], "steps": request.steps[1], **more},
+        # One step, and from the rounds that are there.
+        "undertrained": {"prompts": none, "min_new_sequences": 0, "steps": 1, **some},
+    }
+    paths = []
+    for name, settings in retrainings.items():
+        paths.append(request.work / f"{name}.yaml")
+        write_aside(paths[-1], _config(request, settings))
+    return paths
+
+
+def _config(request: DemoRequest, settings: Mapping[str, Any]) -> str:
     """The target's configuration with sections of its own for retraining and schedule; JSON is YAML."""
     content = load_config(request.config).model_dump(mode="json", exclude_none=True)
     content["resources"] |= {"num_actors": 2}
     content["retrain"] = {
-        "prompts": [{"path": str(request.work / "prompts" / "*.jsonl")}],
         "store": str(request.work / "store"),
         "runs": str(request.work / "runs"),
         "tracking_uri": _tracking(request)[1],
-        "num_prompts": num_prompts,
         "explore": [0, 4, 8, 16],  # larger trees take a processor without bfloat16 too long
         "max_new_tokens": request.max_new_tokens,
-        "steps": steps,
         "min_rounds": 100,
-        "num_live_prompts": tried[0],
-        "num_audit_prompts": tried[1],
+        **settings,
     }
     content["schedule"] = {"cron": "* * * * *"}
     return json.dumps(content, indent=1)
@@ -293,18 +349,18 @@ def _serve(request: DemoRequest, head: RayHead) -> str:
     args = {
         "config": str(request.config),
         "threads": 1,  # two would spin in wait for each other wherever a job has one of the cores
-        "poll_champion": {"tracking_uri": _tracking(request)[1], "every_s": 2},
+        "poll_champion": {"tracking_uri": _tracking(request)[1], "every_s": _POLL_CHAMPION_S},
     }
     name = load_config(request.config).slug
     application = {"name": name, "route_prefix": "/", "import_path": applications.IMPORT_PATH, "args": args}
     options = {"host": "127.0.0.1", "port": port, "request_timeout_s": None}
     applications.deploy(head.dashboard_url, application, http_options=options)
-    applications.wait_until_running(head.dashboard_url, name, timeout_s=600)
+    applications.wait_until_running(head.dashboard_url, name, timeout_s=_DEPLOY_TIMEOUT_S)
     return f"http://127.0.0.1:{port}"
 
 
-def _scheduled(demo: Demo, config: Path, head: RayHead) -> str:
-    """Let the scheduler submit one retraining, and follow that to its end; returns its last line."""
+def _submitted(demo: Demo, config: Path, head: RayHead) -> str:
+    """Let the scheduler submit one retraining; returns the job's name."""
     command = [*GRAFT, "schedule", "run", "--config", str(config), "--address", head.dashboard_url, "--interval", "1"]
     command += ["--working-dir", str(REPOSITORY), "--state", str(demo.request.work / "schedule.sqlite")]
     demo.write(f"$ {shlex.join(_shown(command))}\n")
@@ -316,16 +372,19 @@ def _scheduled(demo: Demo, config: Path, head: RayHead) -> str:
             submitted = _SUBMITTED.search(line)
             if submitted is not None:
                 process.send_signal(signal.SIGTERM)  # one tick is enough; its job goes on
-                break
-        else:
-            raise GraftError("the scheduler submitted nothing")
+                return submitted[1]
+    raise GraftError("the scheduler submitted nothing")
+
+
+def _followed(demo: Demo, job: str, head: RayHead) -> str:
+    """Follow a retraining to its end; returns its last line."""
     written: list[str] = []
 
     def write(text: str) -> None:
         written.append(text)
         demo.write(text)
 
-    follow(job_client(head.dashboard_url), submitted[1], write=write, timeout_s=_RETRAIN_TIMEOUT_S)
+    follow(job_client(head.dashboard_url), job, poll_s=_FOLLOW_S, write=write)
     return _verdict("".join(written).splitlines())
 
 
@@ -338,7 +397,7 @@ def _verdict(lines: Sequence[str]) -> str:
 
 def _expect(verdict: str, wanted: str) -> None:
     if not verdict.startswith(wanted):
-        raise GraftError(f"expected was {wanted}, and it was: {verdict}")
+        raise GraftError(f"the retraining was to end with {wanted!r}, and has ended with: {verdict}")
 
 
 def _wait_for(url: str, label: str, timeout_s: float = _LIVE_TIMEOUT_S) -> float:
@@ -356,11 +415,6 @@ def _wait_for(url: str, label: str, timeout_s: float = _LIVE_TIMEOUT_S) -> float
                 return time.monotonic() - began
         time.sleep(0.2)
     raise GraftError(f"{label} is not in force after {timeout_s:.0f} s; the server says last: {said}")
-
-
-def _watch(users: Users, seconds: float) -> None:
-    users.be(4)
-    time.sleep(seconds)
 
 
 def _start(command: Sequence[str], head: RayHead) -> subprocess.Popen[str]:
@@ -384,6 +438,9 @@ def _ended(process: subprocess.Popen[str], patience_s: float | None = None) -> I
             alarm.cancel()
         if process.poll() is None:
             process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_TIMEOUT_S)
+            process.kill()
             process.wait()
 
 
@@ -404,10 +461,11 @@ def _request(argv: Sequence[str] | None) -> DemoRequest:
     add("--config", type=Path, default=REPOSITORY / "targets" / "smollm2-135m.yaml")
     add("--work", type=Path, default=REPOSITORY / "data" / "demo", help="folder for everything; is made anew")
     add("--out", type=Path, default=REPOSITORY / "docs" / "demo", help="folder for the log and the report")
-    add("--prompts", type=int, nargs=2, default=(32, 120), metavar="N", help="collected for v1, and in addition for v2")
-    add("--steps", type=int, nargs=2, default=(20, 500), metavar="N", help="optimizer steps at most of v1 and of v2")
+    add("--prompts", type=int, nargs=2, default=(32, 96), metavar="N", help="collected for v1, and in addition for v2")
+    add("--steps", type=int, nargs=2, default=(5, 300), metavar="N", help="optimizer steps at most of v1 and of v2")
     add("--max-new-tokens", type=int, default=48, metavar="N", help="longest answer")
-    add("--busy", type=float, default=20.0, metavar="S", help="seconds of many users at each version")
+    add("--busy", type=float, default=15.0, metavar="S", help="seconds of many users at each version")
+    add("--limit", type=float, default=30.0, metavar="MIN", help="minutes after which all is given up")
     options = parser.parse_args(argv)
     return DemoRequest(
         config=options.config.resolve(),
@@ -417,6 +475,7 @@ def _request(argv: Sequence[str] | None) -> DemoRequest:
         steps=tuple(options.steps),
         max_new_tokens=options.max_new_tokens,
         busy_s=options.busy,
+        limit_s=60 * options.limit,
     )
 
 

@@ -15,6 +15,7 @@ from jobs.load_client import Ask, LoadClient, Outcome, Reply
 from jobs.serve_bench import find_model
 
 _MOST = 4  # users
+_PATIENCE_S = 120.0  # for a whole answer
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,10 @@ class Asked:
 
 
 class Users:
-    """Users on a thread of their own, from one on; a context manager, at whose end they wait for their last answers."""
+    """Users on a thread of their own, from one on; a context manager.
+
+    At its end they wait for their last answers; after an error nobody does.
+    """
 
     def __init__(self, url: str, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
         self.asked: list[Asked] = []
@@ -59,8 +63,10 @@ class Users:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._has_ended.set()
+        if kind is not None:
+            return
         self._thread.join()
-        if kind is None and self._failure is not None:
+        if self._failure is not None:
             raise GraftError(f"the users ended early: {self._failure!r}")
 
     def _work(self) -> None:
@@ -70,7 +76,7 @@ class Users:
             self._failure = error
 
     async def _ask_all(self) -> None:
-        async with LoadClient(self._url) as client, asyncio.TaskGroup() as group:
+        async with LoadClient(self._url, timeout_s=_PATIENCE_S) as client, asyncio.TaskGroup() as group:
             model = await find_model(client, None)
             for index in range(_MOST):
                 group.create_task(self._ask(client, model, index))
