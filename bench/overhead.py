@@ -3,9 +3,11 @@
     python bench/overhead.py [--depth 15] [--candidates 16] [--threads 2] [--rounds 500] [--out FILE.json]
 
 Weights, embeddings and drafts are random: the time does not depend on what was learned. Medians in microseconds, one
-row for each variant of the scorer and cap of the tree; the aim is 500 for a tree of 64 nodes. `--out` keeps every
-round's times with the machine they were taken on. On a machine that does anything else the numbers mean nothing. What
-share of verification that is, `graft bench` says: it keeps the milliseconds of building and verifying of each answer.
+row for each variant of the scorer and cap of the tree; the aim is 500 for a tree of 64 nodes. Then the tree builder
+alone on marginal scores, 15 deep with 32 candidates whatever the options say; the aim is 100 for 64 nodes and 2000 for
+1024. `--out` keeps every round's times with the machine they were taken on. On a machine that does anything else the
+numbers mean nothing. What share of verification that is, `graft bench` says: it keeps the milliseconds of building and
+verifying of each answer.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ GAIN = AcceptanceGain(
     StateCalibration((0.5, 0.1, 0.1), tuple(np.linspace(-9, 0, 48)), tuple(np.linspace(0.01, 0.9, 48)))
 )
 CAPS = (64, 256)
+BUILDER_DEPTH, BUILDER_CANDIDATES, BUILDER_NODES = 15, 32, (64, 1024)  # what the aims of the builder are about
 STAGES = ("score", "tree", "state", "budget", "mask", "all")
 WARM_UP = 50
 
@@ -92,6 +95,19 @@ def stages_us(scorer: EdgeScorer, draft: Draft, max_budget: int, num_rounds: int
     return spent[WARM_UP:] / 1000
 
 
+def builder_us(num_nodes: int, num_rounds: int) -> np.ndarray:
+    """Microseconds of building a tree of so many nodes, [rounds]; the first rounds are dropped."""
+    draft = random_draft(BUILDER_DEPTH, BUILDER_CANDIDATES)
+    scores = MarginalScorer().score(np.zeros(1, np.int64), draft.candidate_ids, draft.log_probs, draft.hidden)
+    spent = np.zeros(WARM_UP + num_rounds)
+    for index in range(len(spent)):
+        start = time.perf_counter_ns()
+        tree = build_tree(0, draft.candidate_ids[0], scores[0], num_nodes)
+        spent[index] = time.perf_counter_ns() - start
+        assert tree.num_nodes == num_nodes
+    return spent[WARM_UP:] / 1000
+
+
 def variants(depth: int) -> dict[str, EdgeScorer]:
     return {
         "marginal": MarginalScorer(),
@@ -125,9 +141,16 @@ def main(words: Sequence[str] | None = None) -> None:
             spent = stages_us(scorer, draft, cap, chosen.rounds)
             print(f"{name:20}{cap:5}" + "".join(f"{us:8.0f}" for us in np.median(spent, axis=0)))
             rows.append({"scorer": name, "cap": cap, "stages": STAGES, "microseconds": spent.round(1).tolist()})
+    builder = []
+    for num_nodes in BUILDER_NODES:
+        spent = builder_us(num_nodes, chosen.rounds)
+        size = {"depth": BUILDER_DEPTH, "candidates": BUILDER_CANDIDATES, "nodes": num_nodes}
+        print(f"builder alone, {size}: {np.median(spent):.0f}")
+        builder.append(size | {"microseconds": spent.round(1).tolist()})
     if chosen.out is not None:
         settings = {"depth": chosen.depth, "candidates": chosen.candidates, "threads": chosen.threads}
-        chosen.out.write_text(json.dumps({"settings": settings, **provenance(), "rows": rows}) + "\n", encoding="utf-8")
+        kept = {"settings": settings, **provenance(), "rows": rows, "builder": builder}
+        chosen.out.write_text(json.dumps(kept) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
