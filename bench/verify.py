@@ -14,10 +14,11 @@ A document says where its figures come from in comments, each in front of the ta
     <!-- figures: bench/y/log.jsonl; rows: step; columns: loss, depth_accuracy.0 -->
 
 A row is method, budget and task of `summary.json` (load and arm where there are those), decoder and task of a file of
-such rows, or the key of a log whose value stands in the row's first cell; a column is named for each cell but the
-first, which says what the row is. A paragraph's figures are its numbers with a decimal point or a percent sign, in
-order. Each has to be the value as rounded to the digits it is shown with; files are looked up from the repository's
-root."""
+such rows, or the key of a log whose value stands in the row's first cell. A folder without a `summary.json` is a log of
+its `*.json` files, such as the summaries of `jobs/collect.py`; their names without the ending are the key `run`. A
+column is named for each cell but the first, which says what the row is. A paragraph's figures are its numbers with a
+decimal point or a percent sign, in order. Each has to be the value as rounded to the digits it is shown with; files are
+looked up from the repository's root."""
 
 from __future__ import annotations
 
@@ -42,6 +43,11 @@ Lookup = Callable[[str], Any]  # the value that a row and a column name, such as
 
 def read_lines(file: Path) -> list[Row]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+
+
+def read_summaries(folder: Path) -> list[Row]:
+    files = sorted(folder.glob("*.json"))
+    return [json.loads(file.read_text(encoding="utf-8")) | {"run": file.stem} for file in files]
 
 
 def key_of(row: Row) -> tuple[str, str, int]:
@@ -371,12 +377,12 @@ def _compare(source: str, shown: list[str], names: list[str], lookup: Lookup) ->
 
 
 def _lookup(source: Path) -> Lookup:
-    if source.is_dir():
+    if (source / "summary.json").is_file():
         summary = json.loads((source / "summary.json").read_text(encoding="utf-8"))
         keys = ("load", "arm") if "load" in summary[0] else ("method", "budget", "task")
         cells = {" ".join(str(row[key]) for key in keys): row for row in summary}
     else:
-        lines = read_lines(source)
+        lines = read_summaries(source) if source.is_dir() else read_lines(source)
         cells = {f"{key} {row[key]}": row for row in lines for key in row if isinstance(row[key], int | str)}
         cells |= {f"{row['decoder']} {row['task']}": row for row in lines if "decoder" in row}
 

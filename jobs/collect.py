@@ -29,6 +29,7 @@ from jobs.cluster import job_id
 from jobs.collection import CollectRequest, run
 from jobs.decode_spec import DecodeSpec
 from jobs.driver import DriverSettings
+from jobs.out_file import check_out_file
 from jobs.ray_pool import PoolSettings
 
 
@@ -52,6 +53,7 @@ def request_from(options: argparse.Namespace) -> CollectRequest:
         spec=_spec(options, config),
         prompts=tuple(options.prompts),
         store=None if options.no_write else _store(options.out),
+        summary=None if options.summary is None else _summary(options.summary),
         num_slots=options.slots or config.max_slots,
         pool=PoolSettings(
             num_actors=options.actors or resources.num_actors,
@@ -101,12 +103,23 @@ def _spec(options: argparse.Namespace, config: TargetConfig) -> DecodeSpec:
 def _store(out: str | None) -> str:
     if out is None:
         raise ConfigError("--out is missing: name the folder of the trajectory store (or use --no-write)")
-    if job_id() is not None and "://" not in out and not os.path.isabs(os.path.expanduser(out)):
-        raise ConfigError(
-            f"--out {out} is relative, but a submitted job runs in a copy of the working directory that is deleted; "
-            "give an absolute path that all nodes see"
-        )
+    _check_place("--out", out)
     return out
+
+
+def _summary(file: str) -> Path:
+    _check_place("--summary", file)
+    path = Path(file).expanduser()
+    check_out_file(path, "--summary")
+    return path
+
+
+def _check_place(option: str, place: str) -> None:
+    if job_id() is not None and "://" not in place and not os.path.isabs(os.path.expanduser(place)):
+        raise ConfigError(
+            f"{option} {place} is relative, but a submitted job runs in a copy of the working directory that is "
+            "deleted; give an absolute path that all nodes see"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", metavar="URI", help="root of the trajectory store; in a submitted job an absolute path or a URI")
     add("--no-write", action="store_true", help="decode without recording, to measure what recording costs")
+    add("--summary", metavar="FILE", help="also write the last lines' figures there as JSON, with machine and versions")
     add("--actors", type=count, metavar="N", help="number of actors (default: the configuration's)")
     add("--wait-for-nodes", type=from_zero, default=0.0, metavar="S", help="let a cluster start nodes for so long (0)")
     add("--slots", type=count, metavar="S", help="sequences that an actor decodes together (default: max_slots)")

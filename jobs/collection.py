@@ -6,8 +6,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from graft_dist.errors import PromptError
 from graft_dist.prompts import BadPrompt, Prompt, read_prompts
@@ -16,6 +18,8 @@ from jobs.collect_actor import ActorPlan, ModelInfo
 from jobs.decode_spec import DecodeSpec
 from jobs.driver import CommitLog, Driver, DriverSettings, Ending, RunResult
 from jobs.estimate import check_room, estimate
+from jobs.out_file import to_json, write_aside
+from jobs.provenance import provenance
 from jobs.ray_pool import PoolSettings, RayPool
 from jobs.units import Unit, plan
 from storage.query import connect as connect_store
@@ -29,6 +33,7 @@ class CollectRequest:
     spec: DecodeSpec
     prompts: tuple[str, ...]  # JSONL files, in order
     store: str | None  # root of the trajectory store; None decodes without recording
+    summary: Path | None = None  # a file that gets the figures of the run's end
     num_slots: int
     pool: PoolSettings
     unit_size: int = 16
@@ -64,7 +69,11 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
             with closing(RayPool(_actor_plan(request, store), request.pool)) as pool:
                 models = pool.start()[0].models
                 say(f"{pool.num_workers} actors ready, each with {request.num_slots} slots and {_models_line(models)}")
-                return _conclude(_work(request, prompts, store, pool, models, stop, failpoint), store)
+                result = _work(request, prompts, store, pool, models, stop, failpoint)
+                figures = _conclude(result, len(prompts), store)
+        if request.summary is not None:
+            _write_summary(request, models, figures)
+        return int(figures["exit_code"])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -145,13 +154,14 @@ def _preflight(
         say(f"{expected.line()} for {store.root}")
 
 
-def _conclude(result: RunResult, store: TrajectoryStore | None) -> int:
-    tally, seconds = result.committed, max(result.elapsed_s, 1e-9)
+def _conclude(result: RunResult, num_prompts: int, store: TrajectoryStore | None) -> dict[str, Any]:
+    """Say how the run ended. Returns what was said, under the names that it has in a summary."""
+    tally, figures = result.committed, _figures(result, num_prompts)
     say(
         f"{result.ending.label} after {result.elapsed_s:.1f} s: {tally.num_sequences} sequences "
         f"({tally.num_errors} of them errors) in {result.num_units_committed} units, {tally.num_tokens:,} tokens, "
-        f"{tally.num_tokens / seconds:.1f} tokens/s, MAT {tally.mat:.2f}, {tally.num_rows:,} rows, "
-        f"{tally.num_bytes / 1e6:.1f} MB"
+        f"{figures['tokens_per_s']:.1f} tokens/s, MAT {tally.mat:.2f}, {tally.num_rows:,} rows, "
+        f"{figures['megabytes']:.1f} MB"
     )
     if result.message:
         say(result.message)
@@ -162,11 +172,57 @@ def _conclude(result: RunResult, store: TrajectoryStore | None) -> int:
     if result.num_units_left:
         say(f"{result.num_units_left} units are left; the same command goes on with them")
     if store is not None:
-        say(f"store {store.root} is now {store.snapshot().name}")
-    if result.ending is Ending.COMPLETE and 0 < tally.num_sequences == tally.num_errors:
+        figures["snapshot"] = store.snapshot().name
+        say(f"store {store.root} is now {figures['snapshot']}")
+    if figures["exit_code"] != result.ending.value:
         say("not one prompt could be answered")
-        return Ending.PARTIAL.value
-    return result.ending.value
+    return figures
+
+
+def _figures(result: RunResult, num_prompts: int) -> dict[str, Any]:
+    tally, code = result.committed, result.ending.value
+    if result.ending is Ending.COMPLETE and 0 < tally.num_sequences == tally.num_errors:
+        code = Ending.PARTIAL.value  # not one prompt could be answered
+    return {
+        "ending": result.ending.label,
+        "exit_code": code,
+        "message": result.message,
+        "seconds": result.elapsed_s,
+        "prompts": num_prompts,
+        "sequences": tally.num_sequences,
+        "errors": tally.num_errors,
+        "units": result.num_units_committed,
+        "units_left": result.num_units_left,
+        "set_aside": [asdict(unit) for unit in result.set_aside],
+        "actors_lost": result.num_workers_lost,
+        "tokens": tally.num_tokens,
+        "tokens_per_s": tally.num_tokens / max(result.elapsed_s, 1e-9),
+        "mat": tally.mat,
+        "rounds": tally.num_rounds,  # decoded
+        "rows": tally.num_rows,  # written, of both tables
+        "megabytes": tally.num_bytes / 1e6,
+    }
+
+
+def _write_summary(request: CollectRequest, models: ModelInfo, figures: dict[str, Any]) -> None:
+    assert request.summary is not None
+    about = provenance()
+    about["finished_at"] = about.pop("started_at")
+    settings = {
+        "target": request.spec.config.slug,
+        "dtype": models.dtype,
+        "actors": request.pool.num_actors,
+        "cpus_per_actor": request.pool.num_cpus,
+        "gpus_per_actor": request.pool.num_gpus,
+        "slots": request.num_slots,
+        "unit_size": request.unit_size,
+        **request.spec.policy_json(),
+        "sampling": asdict(request.spec.sampling),
+        "dense": request.spec.dense,
+        "hidden": request.spec.num_hidden,
+        "is_recorded": request.store is not None,
+    }
+    write_aside(request.summary, to_json({**figures, "settings": settings, **about}))
 
 
 def committed_sequences(store: TrajectoryStore, run_id: str) -> set[str]:

@@ -11,16 +11,16 @@ from typing import Any
 from graft_dist.errors import GraftError
 
 
-def check_out_file(path: Path) -> None:
+def check_out_file(path: Path, option: str = "--out") -> None:
     """Raise `GraftError` if no file can be written at `path`: to be said before the work, not after it."""
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise GraftError(f"--out is {path}, but there is no folder {folder}")
+        raise GraftError(f"{option} is {path}, but there is no folder {folder}")
     if path.is_dir():
-        raise GraftError(f"--out is {path}, which is a folder: name a file")
+        raise GraftError(f"{option} is {path}, which is a folder: name a file")
     if path.exists() and not path.is_file():
-        raise GraftError(f"--out is {path}, which is a device and would be replaced: name a file")
-    _check_writable(folder, path)
+        raise GraftError(f"{option} is {path}, which is a device and would be replaced: name a file")
+    _check_writable(folder, path, option)
 
 
 def make_out_folder(path: Path) -> None:
@@ -31,15 +31,15 @@ def make_out_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise GraftError(f"--out is {path}, but that folder cannot be made ({error.strerror})") from error
-    _check_writable(path, path)
+    _check_writable(path, path, "--out")
 
 
-def _check_writable(folder: Path, out: Path) -> None:
+def _check_writable(folder: Path, out: Path, option: str) -> None:
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"graft")
     except OSError as error:
-        raise GraftError(f"--out is {out}, but nothing can be written there ({error.strerror})") from error
+        raise GraftError(f"{option} is {out}, but nothing can be written there ({error.strerror})") from error
 
 
 def to_json(value: Any) -> str:

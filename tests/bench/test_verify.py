@@ -25,6 +25,7 @@ PUBLISHED = sorted(file.parent for file in (ROOT / "bench").rglob("summary.json"
 CARDS = sorted((ROOT / "graft_dist" / "data").rglob("README.md"))
 DOCUMENTS = [ROOT / "README.md", *CARDS]
 NAMES = ["README", *(card.parent.parent.name for card in CARDS)]
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "\n<!-- figures" in page.read_text(encoding="utf-8")]
 
 
 def verify(*folders: Path) -> subprocess.CompletedProcess[str]:
@@ -39,7 +40,7 @@ def test_published_numbers_follow_from_their_rows(folder: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *PAGES], ids=[*NAMES, *(page.stem for page in PAGES)])
 def test_figures_of_a_document_follow_from_their_rows(document: Path) -> None:
     done = verify(document)
     assert done.returncode == 0, done.stdout
@@ -64,6 +65,19 @@ def test_any_changed_digit_of_a_marked_figure_is_found(document: Path, tmp_path:
     assert check(copy) == ["no figure is marked"]
     copy.write_text(text.replace("; columns:", "; cells:").replace("; values:", "; numbers:"))
     assert check(copy) == ["a comment that begins with figures: cannot be read"]
+
+
+def test_a_folder_of_summaries_is_read_by_the_names_of_its_files(tmp_path: Path) -> None:
+    check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["document_differences"]
+    for name, seconds in (("no-write", 12.34), ("out", 13.0)):
+        summary = {"tokens": 500, "seconds": seconds, "settings": {"slots": 8}, "message": None, "set_aside": []}
+        (tmp_path / f"{name}.json").write_text(json.dumps(summary))
+    page = tmp_path / "page.md"
+    marker = f"<!-- figures: {tmp_path}; rows: run; columns: tokens, seconds -->\n\n| run | tokens | s |\n|-|-|-|\n"
+    page.write_text(marker + "| no-write | 500 | 12.3 |\n| out | 500 | 13 |\n")
+    assert check(page) == []
+    page.write_text(marker + "| no-write | 500 | 12.3 |\n| out | 501 | 13 |\n| other | 5 | 1 |\n")
+    assert len(check(page)) == 3
 
 
 def measurements(index: int) -> list[Measurement]:

@@ -17,7 +17,7 @@ from graft_dist.prompts import Prompt, starter_prompts_path
 from graft_dist.sampling import SamplingParams
 from jobs import collect
 from jobs.cluster import Cluster, check_fits, job_id, wait_until_fits
-from jobs.collect_actor import ActorPlan
+from jobs.collect_actor import ActorPlan, ModelInfo, WorkerInfo
 from jobs.collection import CollectRequest, StopSignal, run
 from jobs.collector_loading import load_collector
 from jobs.decode_spec import DecodeSpec
@@ -25,8 +25,10 @@ from jobs.driver import Ending
 from jobs.estimate import check_room, estimate
 from jobs.quickstart import follow
 from jobs.units import plan
+from jobs.work import Report, WorkerLost
 from storage import TrajectoryStore, connect
 from storage.recorded_rounds import Selection, recorded_rounds
+from tests.jobs.fakes import FakePool
 
 CONFIG = TargetConfig(target="builtin:smollm2-135m", drafter="builtin:smollm2-135m")
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -132,6 +134,8 @@ def test_a_submitted_job_needs_an_absolute_store(monkeypatch: pytest.MonkeyPatch
         parse("--out", "data")
     assert parse("--out", "/data").store == "/data"
     assert parse("--out", "file:///data").store == "file:///data"
+    with pytest.raises(ConfigError, match=r"--summary run\.json is relative"):
+        parse("--no-write", "--summary", "run.json")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +150,7 @@ def test_a_submitted_job_needs_an_absolute_store(monkeypatch: pytest.MonkeyPatch
         ),
         (["--config", "smollm2-135m", "--prompts", "a", "--out", "s", "--budget", "4097"], "budget is 4097"),
         (["--config", "smollm2-135m", "--prompts", "a", "--out", "s", "--explore", "4,5000"], "budget is 5000"),
+        (["--config", "smollm2-135m", "--prompts", "a", "--no-write", "--summary", "/no/s.json"], "--summary is /no/s"),
         (["--config", "smollm2-135m", "--prompts", str(starter_prompts_path()), "--out", "/dev/null/s"], "/dev/null/s"),
     ],
 )
@@ -192,6 +197,54 @@ def test_signals_are_given_back_after_a_run(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConfigError, match="the cluster has 0"):
         run(request)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+class UnwritingPool(FakePool):
+    """Two workers whose units leave no files; to be had where the driver makes its pool."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__(2)
+
+    def start(self) -> list[WorkerInfo]:
+        return [WorkerInfo(ModelInfo("target", "tokenizer", "drafter", 7, "float32"), "host", 1)] * 2
+
+    def close(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float) -> list[tuple[int, Report | WorkerLost]]:
+        return [(worker, _without_files(answer)) for worker, answer in super().wait(timeout_s)]
+
+
+def _without_files(answer: Report | WorkerLost) -> Report:
+    assert isinstance(answer, Report)
+    return replace(answer, finished=tuple(replace(unit, files=()) for unit in answer.finished))
+
+
+def test_a_summary_has_the_figures_of_the_last_lines_and_where_they_were_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(is_local=False, message="connected", resources={"CPU": 64.0})
+    monkeypatch.setattr("jobs.cluster.connect", lambda *_: cluster)
+    monkeypatch.setattr("jobs.collection.RayPool", UnwritingPool)
+    file = tmp_path / "run.json"
+    words = ["--config", "smollm2-135m", "--prompts", str(starter_prompts_path()), "--no-write", "--actors", "2"]
+    assert collect.main([*words, "--slots", "4", "--budget", "6", "--summary", str(file)]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    summary = json.loads(file.read_text())
+    # 60 prompts in units of 16; a fake unit says that it has two sequences of ten tokens
+    names = ("ending", "exit_code", "message", "prompts", "sequences", "errors", "tokens", "mat", "rounds", "rows")
+    assert [summary[name] for name in names] == ["complete", 0, None, 60, 8, 0, 80, 2.0, 36, 8]
+    assert (summary["units"], summary["units_left"], summary["set_aside"], summary["actors_lost"]) == (4, 0, [], 0)
+    assert summary["tokens_per_s"] == 80 / summary["seconds"] and summary["megabytes"] == 400 / 1e6
+    line = (
+        f"complete after {summary['seconds']:.1f} s: 8 sequences (0 of them errors) in 4 units, 80 tokens, "
+        f"{summary['tokens_per_s']:.1f} tokens/s, MAT 2.00, 8 rows, 0.0 MB"
+    )
+    assert line in capsys.readouterr().out
+    settings = summary["settings"]
+    assert (settings["actors"], settings["slots"], settings["method"], settings["budget"]) == (2, 4, "ddtree", 6)
+    assert (settings["dtype"], settings["is_recorded"]) == ("float32", False)
+    assert summary["machine"]["cpu"] and summary["versions"]["ray"] and summary["finished_at"]
 
 
 @pytest.mark.parametrize(
