@@ -66,15 +66,26 @@ class TrialRow:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """A number of some prompts, and where it lies in 95 % of the draws of as many of them with replacement."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """Tokens per second of one arm over those of another, on the same prompts."""
+    """One arm against another on the same prompts; all intervals are of the same draws."""
 
     arm: str
     baseline: str
     task: str
-    ratio: float
+    ratio: float  # of tokens per second
     low: float  # 95 % of the ratio when the prompts are drawn again with replacement
     high: float
+    mat: Interval  # ratio of the mean acceptance lengths
+    mismatch: Interval  # the arm's share of mismatched rounds less the baseline's: a difference, since both may be 0
 
 
 @dataclass(frozen=True)
@@ -141,11 +152,13 @@ class Trial:
         """Compare two arms, with a bootstrap over prompts."""
         ours, theirs = self._of(arm, task), self._of(baseline, task)
         random = np.random.default_rng(seed)
-        draws = (random.integers(len(ours), size=len(ours)) for _ in range(_DRAWS))
-        ratios = [_rate(ours[drawn].sum(axis=0)) / _rate(theirs[drawn].sum(axis=0)) for drawn in draws]
-        low, high = np.quantile(ratios, (0.025, 0.975))
-        ratio = _rate(ours.sum(axis=0)) / _rate(theirs.sum(axis=0))
-        return Comparison(arm, baseline, task, float(ratio), float(low), float(high))
+        draws = [random.integers(len(ours), size=len(ours)) for _ in range(_DRAWS)]
+        whole = ours.sum(axis=0), theirs.sum(axis=0)
+        drawn = tuple(np.stack([rows[draw].sum(axis=0) for draw in draws]) for rows in (ours, theirs))
+        rate, mat, mismatch = (
+            _interval(measure(*whole), measure(*drawn)) for measure in (_rate_ratio, _mat_ratio, _mismatch_difference)
+        )
+        return Comparison(arm, baseline, task, rate.value, rate.low, rate.high, mat, mismatch)
 
     def _of(self, arm: str, task: str) -> FloatArray:
         """[prompts, columns], the prompts in one order for every arm."""
@@ -156,8 +169,26 @@ class Trial:
         return np.stack(list(prompts.values()))
 
 
-def _rate(sums: FloatArray) -> FloatArray:
-    return sums[..., _COLUMNS.index("tokens")] / sums[..., _COLUMNS.index("ms")]
+def _per(sums: FloatArray, column: str, unit: str) -> FloatArray:
+    """One column's sum over another's; `sums` [..., columns]."""
+    return sums[..., _COLUMNS.index(column)] / sums[..., _COLUMNS.index(unit)]
+
+
+def _rate_ratio(ours: FloatArray, theirs: FloatArray) -> FloatArray:
+    return _per(ours, "tokens", "ms") / _per(theirs, "tokens", "ms")
+
+
+def _mat_ratio(ours: FloatArray, theirs: FloatArray) -> FloatArray:
+    return _per(ours, "tokens", "rounds") / _per(theirs, "tokens", "rounds")
+
+
+def _mismatch_difference(ours: FloatArray, theirs: FloatArray) -> FloatArray:
+    return _per(ours, "mismatched", "rounds") - _per(theirs, "mismatched", "rounds")
+
+
+def _interval(value: FloatArray, drawn: FloatArray) -> Interval:
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Interval(float(value), float(low), float(high))
 
 
 def run_trial(

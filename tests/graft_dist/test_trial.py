@@ -10,7 +10,7 @@ import pytest
 from graft_dist.budget import FixedBudget
 from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
-from graft_dist.trial import Arm, gain_curves, run_trial, thinned
+from graft_dist.trial import Arm, Interval, gain_curves, run_trial, thinned
 from tests.graft_dist.test_replay import rounds_of
 
 COST = CostCurve((0, 1, 6), (10.0, 11.0, 16.0), "by hand")
@@ -74,6 +74,9 @@ def test_comparisons_draw_prompts() -> None:
     of_a, of_b = (6 / 32) / (5 / 26), (2 / 16) / (2 / 13)
     assert found.ratio == pytest.approx((8 / 48) / (7 / 39))
     assert (found.low, found.high) == (pytest.approx(of_b), pytest.approx(of_a))
+    # Tokens a round: of a 6 / 2 against 5 / 2, of b 2 in both. Mismatched: of a's two rounds one with 3 nodes alone.
+    assert found.mat == Interval(pytest.approx(8 / 7), 1.0, pytest.approx(6 / 5))
+    assert found.mismatch == Interval(pytest.approx(-1 / 3), pytest.approx(-1 / 2), 0.0)
     alone = trial.compare("fixed 6", "fixed 3", "chat")
     assert alone.low == alone.ratio == alone.high == pytest.approx(of_b)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graft_dist.replay import ALL_TASKS
-from graft_dist.trial import Comparison
+from graft_dist.trial import Comparison, Interval
 from jobs.budget_candidate import CADDTREE, Candidate, fixed, fixed_candidates
 from jobs.training_report import Choice, Report
 
@@ -17,7 +17,8 @@ def report(chosen: Candidate, max_budget: int = 64) -> Report:
     nothing: Any = None
     choice = Choice(chosen, best, [chosen, best], [], {}, {})
     rivals = [name for name in (best.name, CADDTREE) if name != chosen.name]
-    comparisons = [Comparison(chosen.name, name, ALL_TASKS, 1.25, 1.125, 1.5) for name in rivals]
+    same = Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)
+    comparisons = [Comparison(chosen.name, name, ALL_TASKS, 1.25, 1.125, 1.5, *same) for name in rivals]
     return Report(choice, [], nothing, [], comparisons, max_budget)
 
 
