@@ -8,6 +8,7 @@
     ├── PolicyError    a decoding policy that does not exist or contradicts itself
     ├── StoreError     a trajectory store that cannot be opened, read or written
     └── RegistryError  a registry of policies that cannot be reached, or does not hold what was asked for
+        └── RegistryUnavailableError  it cannot be reached, read or written now; later it may be
 
 Each message is one sentence: what is wrong (the name and the value), and what is allowed or what to do. Commands catch
 `GraftError`, print the sentence and exit with code 2. The first five are also a `ValueError`, so that code which knows
@@ -45,6 +46,10 @@ class StoreError(GraftError):
 
 class RegistryError(GraftError):
     """The registry of policies cannot be reached, does not hold what was asked for, or refuses."""
+
+
+class RegistryUnavailableError(RegistryError):
+    """The registry of policies cannot be reached, read or written now; what was asked may have been done in part."""
 
 
 def is_device_failure(error: BaseException) -> bool:

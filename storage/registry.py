@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import platformdirs
 
-from graft_dist.errors import RegistryError
+from graft_dist.errors import RegistryError, RegistryUnavailableError
 from storage.registered_model import quiet, write_model
 
 PREFIX = "graft-"
@@ -364,7 +364,7 @@ class Registry:
             if not _is_of_mlflow(error):
                 raise
             reason = " ".join(str(error).split())[:300]
-            raise RegistryError(f"the registry {self.tracking_uri} cannot be {what}: {reason}") from error
+            raise RegistryUnavailableError(f"the registry {self.tracking_uri} cannot be {what}: {reason}") from error
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -435,7 +435,9 @@ def _check_reachable(tracking_uri: str) -> None:
     try:
         socket.create_connection((parts.hostname, port), timeout=_REACH_TIMEOUT_S).close()
     except OSError as error:
-        raise RegistryError(f"the registry {tracking_uri} cannot be reached: {error.strerror or error}") from error
+        raise RegistryUnavailableError(
+            f"the registry {tracking_uri} cannot be reached: {error.strerror or error}"
+        ) from error
 
 
 def _is_of_mlflow(error: Exception) -> bool:

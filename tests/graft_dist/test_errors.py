@@ -12,6 +12,7 @@ KINDS = [
     errors.PolicyError,
     errors.StoreError,
     errors.RegistryError,
+    errors.RegistryUnavailableError,
 ]
 
 

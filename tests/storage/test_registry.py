@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graft_dist.errors import RegistryError
+from graft_dist.errors import RegistryError, RegistryUnavailableError
 from storage.registry import (
     CHALLENGER,
     CHAMPION,
@@ -113,14 +113,16 @@ def test_a_registry_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> No
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(RegistryError, match=rf"http://127.0.0.1:{port} cannot be reached: Connection refused"):
+    with pytest.raises(
+        RegistryUnavailableError, match=rf"http://127.0.0.1:{port} cannot be reached: Connection refused"
+    ):
         Registry(f"http://127.0.0.1:{port}")
     with pytest.raises(RegistryError, match="is a folder; give a server"):
         Registry(str(tmp_path))
     with pytest.raises(RegistryError, match="names no file"):
         Registry("sqlite://")
     (tmp_path / "text.db").write_text("not a database, but long enough to be looked at as one" * 20)
-    with pytest.raises(RegistryError, match="cannot be reached"):
+    with pytest.raises(RegistryUnavailableError, match="cannot be reached"):
         Registry(f"sqlite:///{tmp_path / 'text.db'}")
 
 
