@@ -16,8 +16,8 @@ import platform
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -151,3 +151,16 @@ def hold(lease: Lease, *, wait_s: float = 0.0, beat_s: float = 10.0, poll_s: flo
         thread.join()
         with suppress(OSError):
             lease.release()
+
+
+@contextmanager
+def hold_all(leases: Sequence[Lease], *, wait_s: float = 0.0) -> Iterator[list[Holder]]:
+    """Hold several leases, taken in the order given; `wait_s` is for all of them together.
+
+    Yields the silent holders that were taken over from. Whoever takes the same leases must take them in the same order.
+    Raises `LeaseHeldError` as `hold` does, and holds none then.
+    """
+    deadline = time.monotonic() + wait_s
+    with ExitStack() as held:
+        found = [held.enter_context(hold(lease, wait_s=max(0.0, deadline - time.monotonic()))) for lease in leases]
+        yield [former for former in found if former is not None]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from graft_dist.errors import GraftError
-from jobs.lease import Lease, LeaseHeldError, LeaseLostError, hold
+from jobs.lease import Lease, LeaseHeldError, LeaseLostError, hold, hold_all
 
 
 class Clock:
@@ -116,6 +116,21 @@ def test_waiting_ends_when_the_holder_does(tmp_path: Path) -> None:
     with hold(Lease(path, "two"), wait_s=30, poll_s=0.01):
         assert json.loads(path.read_text())["run_id"] == "two"
     timer.join()
+
+
+def test_several_are_held_together_or_not_at_all(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "lease.json", tmp_path / "b" / "lease.json"]
+    in_the_way = Lease(paths[1], "other")
+    in_the_way.acquire()
+    with pytest.raises(LeaseHeldError, match="run other is at work"), hold_all([Lease(path, "one") for path in paths]):
+        pass
+    assert not paths[0].exists()
+    timer = threading.Timer(0.2, in_the_way.release)
+    timer.start()
+    with hold_all([Lease(path, "one") for path in paths], wait_s=30) as formers:
+        assert formers == [] and all(json.loads(path.read_text())["run_id"] == "one" for path in paths)
+    timer.join()
+    assert not any(path.exists() for path in paths)
 
 
 def test_a_killed_process_leaves_a_lease_that_is_taken_over(tmp_path: Path) -> None:
