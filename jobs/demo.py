@@ -61,7 +61,7 @@ _POLL_CHAMPION_S = 2.0  # a look takes some 20 ms
 _FOLLOW_S = 2.0  # a look reads all of the job's log
 _PAUSE_S = 8.0  # of the one user who asks while a policy is trained
 _SUBMITTED = re.compile(r"submitted (retrain-\S+)")
-_VERDICT = re.compile(r"retrain: ((promoted|kept|nothing new|failed)\b.*)")
+_VERDICT = re.compile(r"retrain: ((promoted|kept|nothing new|failed|stopped)\b.*)")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from graft_dist.generate import Request
 from graft_dist.policy import GraftPolicy
 from graft_dist.retraining import Retraining
 from graft_dist.target import read_embeddings
-from graft_dist.trial import Arm, Trial, run_trial
+from graft_dist.trial import Arm, Interval, Trial, run_trial
 from jobs.cluster import connected, reserved
 from jobs.gate import Evidence, Side, compare
 from jobs.learning_data import LearningData, decoded_rounds, open_snapshot, read_learning_data
@@ -37,7 +37,8 @@ def evidence_of(row: Mapping[str, Any] | None) -> Evidence | None:
     if row is None:
         return None
     sides = {name: Side(**row[name]) for name in ("champion", "challenger")}
-    return Evidence(**{**row, **sides})
+    intervals = {name: Interval(**row[name]) for name in ("mat", "mismatch") if row.get(name) is not None}
+    return Evidence(**{**row, **sides, **intervals})
 
 
 class Evaluator:
@@ -104,6 +105,8 @@ class Evaluator:
             compared.low,
             compared.high,
             len(set(prompt_of.values())),
+            compared.mat,
+            compared.mismatch,
         )
 
     def _live(

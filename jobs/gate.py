@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graft_dist.bench import bootstrap_interval, paired_ratio
+from graft_dist.trial import Interval
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -41,14 +42,30 @@ class Evidence:
     low: float
     high: float
     num_prompts: int
+    mat: Interval | None = None  # ratio of MATs; None where rounds were not kept by prompt
+    mismatch: Interval | None = None  # the challenger's rate less the champion's; None where it was not observed
 
     def sentence(self) -> str:
         """For people."""
         return (
             f"{self.source}: {self.challenger.name} {self.challenger.tokens_per_s:.1f} tokens/s, {self.champion.name} "
             f"{self.champion.tokens_per_s:.1f}, ratio {self.ratio:.3f} ({self.low:.3f} to {self.high:.3f}, "
-            f"{self.num_prompts} prompts)"
+            f"{self.num_prompts} prompts), MAT {self.challenger.mat:.2f} against {self.champion.mat:.2f}"
+            + self._mat_interval()
+            + self._mismatch_sentence()
         )
+
+    def _mat_interval(self) -> str:
+        return "" if self.mat is None else f" ({self.mat.low:.3f} to {self.mat.high:.3f} times)"
+
+    def _mismatch_sentence(self) -> str:
+        ours, theirs = self.challenger.mismatch_rate, self.champion.mismatch_rate
+        if ours is None or theirs is None:
+            return ""
+        between = ""
+        if self.mismatch is not None:
+            between = f" ({100 * self.mismatch.low:+.1f} to {100 * self.mismatch.high:+.1f} points)"
+        return f", mismatch {ours:.1%} against {theirs:.1%}{between}"
 
 
 @dataclass(frozen=True)
@@ -88,24 +105,44 @@ def compare(
     )
 
 
-def decide(replayed: Evidence, live: Evidence | None, num_audit_bugs: int, margin: float) -> Decision:
-    """Return the decision.
+def decide(replayed: Evidence, live: Evidence | None, *, num_audited: int, num_bugs: int, margin: float) -> Decision:
+    """Return the decision, `num_bugs` being audited answers that are not the target's own.
 
     The challenger is promoted when no audited answer differs from the target's own, replay of prompts enough finds it
     faster by `margin` (a share, such as 0.01) with the whole interval above 1, and the live run does not find it slower
     with its whole interval.
     """
-    if num_audit_bugs:
-        return Decision(False, f"{num_audit_bugs} audited answers are not the target's own")
+    audit = f"audit: {num_bugs} of {num_audited} answers are not the target's own" if num_audited else "no audit"
+    found = "; ".join([replayed.sentence(), *([live.sentence()] if live is not None else []), audit])
+    if num_bugs:
+        return Decision(False, f"{num_bugs} audited answers are not the target's own: {found}")
     if replayed.num_prompts < _MIN_PROMPTS:
-        return Decision(False, f"{_MIN_PROMPTS} held-out prompts are the fewest to judge by: {replayed.sentence()}")
+        return Decision(False, f"{_MIN_PROMPTS} held-out prompts are the fewest to judge by: {found}")
     if not replayed.ratio >= 1.0 + margin:  # nor if it is not a number
-        return Decision(False, f"it is not faster by {100 * margin:g} %: {replayed.sentence()}")
+        return Decision(False, f"it is not faster by {100 * margin:g} %: {found}")
     if not replayed.low > 1.0:
-        return Decision(False, f"the interval does not lie above 1: {replayed.sentence()}")
+        return Decision(False, f"the interval does not lie above 1: {found}")
     if live is not None and live.high < 1.0:
-        return Decision(False, f"the live run found it slower: {live.sentence()}")
-    return Decision(True, replayed.sentence())
+        return Decision(False, f"the live run found it slower: {found}")
+    return Decision(True, found)
+
+
+def gate_tags(replayed: Evidence, live: Evidence | None, num_audited: int, num_bugs: int) -> dict[str, str]:
+    """The numbers as tags of the challenger's version; those that were not observed are left out."""
+    numbers = {
+        "ratio": replayed.ratio,
+        "low": replayed.low,
+        "high": replayed.high,
+        "mat": replayed.challenger.mat,
+        "champion_mat": replayed.champion.mat,
+        "mismatch": replayed.challenger.mismatch_rate,
+        "champion_mismatch": replayed.champion.mismatch_rate,
+        "live_ratio": None if live is None else live.ratio,
+        "live_low": None if live is None else live.low,
+        "live_high": None if live is None else live.high,
+    }
+    tags = {f"graft.gate.{name}": f"{value:.4f}" for name, value in numbers.items() if value is not None}
+    return {**tags, "graft.gate.audited": str(num_audited), "graft.gate.bugs": str(num_bugs)}
 
 
 def _side(name: str, totals: FloatArray, mat: float, mismatch_rate: float | None) -> Side:

@@ -1,13 +1,14 @@
-r"""Train a target's policy anew and promote it if it is better: collect, compact, train, evaluate, decide, clean up.
+r"""Train a target's policy anew and promote it if it is better.
 
     python jobs/retrain.py --config targets/smollm2-135m.yaml --prompts 'prompts/*.jsonl' --store DIR --runs DIR
     ray job submit --working-dir . -- python jobs/retrain.py --config targets/smollm2-135m.yaml
 
-Without the options it does what the configuration says under `retrain`. One run of a target is at work at a time. A run
-that was killed is gone on with by the next start of the same command, at the step it was in. The last line says what
-happened: promoted vN, kept vM because ..., nothing new, failed at step. Exit codes: 0 it came to one of the first
-three; 1 a step failed; 2 the arguments or the configuration cannot work; 4 the collection was cut off; 75 another run
-of the target is at work; 130 and 143 stopped by SIGINT or SIGTERM.
+Its steps: choose, collect, compact, train, evaluate, decide, report, clean. Without the options it does what the
+configuration says under `retrain`. One run of a target is at work at a time. A run that was killed is gone on with by
+the next start of the same command, at the step it was in. The last line says what happened: promoted vN, kept vM
+because ..., nothing new, failed at step X, stopped at step X. Exit codes: 0 it came to one of the first three; 1 a step
+failed, or found no room on the cluster or no registry; 2 the arguments or the configuration cannot work; 4 the
+collection was cut off; 75 another run of the target is at work; 130 and 143 stopped by SIGINT or SIGTERM.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One retraining run of one target: collect, compact, train, evaluate, decide, clean up.
+"""One retraining run of one target: collect, compact, train, evaluate, decide, report, clean up.
 
 Each step is done once for a run, whatever kills the job in between (`run_steps`), and one run of a target is at work
 at a time (`lease`). A run that was cut off is gone on with by the next start; one that ended is not touched again.
@@ -17,7 +17,7 @@ from typing import Any
 
 from graft_dist.config import TargetConfig
 from graft_dist.drift import Drift, Verdict
-from graft_dist.errors import ConfigError, GraftError, RegistryError, StoreError
+from graft_dist.errors import ConfigError, GraftError, RegistryError, RegistryUnavailableError, StoreError
 from graft_dist.retraining import Retraining
 from graft_dist.sampling import SamplingParams
 from jobs.cluster import ClusterBusyError, job_id
@@ -28,33 +28,23 @@ from jobs.drift import DriftRequest, find_drift
 from jobs.driver import Ending
 from jobs.evaluation import Evaluator, evidence_of
 from jobs.fresh_prompts import asked_before, choose_fresh, count_unlearned, write_prompts
-from jobs.gate import decide
-from jobs.lease import Lease, LeaseHeldError, LeaseLostError, hold
+from jobs.gate import Evidence, decide, gate_tags
+from jobs.lease import Lease, LeaseHeldError, LeaseLostError, hold_all
 from jobs.out_file import to_json, write_aside
 from jobs.policy_training import PolicyRequest
 from jobs.policy_training import run as train
 from jobs.ray_pool import PoolSettings
 from jobs.retraining_report import write_report
-from jobs.run_steps import Ends, Results, Step, StepFailedError, run_steps
+from jobs.run_retention import empty_old_runs
+from jobs.run_steps import Ends, Results, Step, StepBrokenOffError, StepFailedError, Stopped, run_steps
 from jobs.traffic_prompts import TrafficPrompts
+from storage.place import Place
 from storage.registry import CHAMPION, Registry
 from storage.trajectories import TrajectoryStore
 
 EXIT_FAILED, EXIT_LEASE_HELD = 1, 75
 
 WAIT_FOR_NODES_S = 1800.0  # nobody is there to try again: a cluster that scales from 0 gets time to start nodes
-
-
-class Stopped(Exception):
-    """A step was stopped from outside, with this exit code; the next start goes on there."""
-
-    def __init__(self, exit_code: int) -> None:
-        super().__init__(f"stopped with exit code {exit_code}")
-        self.exit_code = exit_code
-
-
-class StepBrokeError(Exception):
-    """A step met an error that nobody foresaw, a full disk say; the next start goes on there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +71,14 @@ class RetrainRequest:
         """Root of the trajectory store."""
         return self.settings.store if "://" in self.settings.store else str(Path(self.settings.store).expanduser())
 
+    @property
+    def leases(self) -> list[Path]:
+        """What a run of the target holds: runs that meet in the folder of runs, or in a local store, are kept apart."""
+        found = [self.runs / "lease.json"]
+        if "://" not in self.store or self.store.startswith("file://"):
+            found.append(Place.parse(self.store).local / "_leases" / f"{self.config.slug}.json")
+        return found
+
 
 def say(line: str) -> None:
     """Print a line at once, so that a job's log can be followed."""
@@ -90,28 +88,32 @@ def say(line: str) -> None:
 def run(request: RetrainRequest, failpoint: Callable[[str], None] = lambda _: None) -> int:
     """Do what is left of a run, say how it ended in the last line, and return the exit code.
 
-    `failpoint` is for tests that kill the process; it is called with a step's name before and after it, and where a
-    version is promoted and not tagged yet.
+    `failpoint` is for tests that kill the process; it is called with "before" or "after" and a step's name, and with
+    "before end" when the steps are done and their end is not written down.
 
     Raises a `GraftError` before any work when the request cannot be carried out.
     """
     _check_places(request)
-    lease = Lease(request.runs / "lease.json", _run_to_do(request))
+    leases = [Lease(path, _run_to_do(request)) for path in request.leases]
+
+    def check() -> None:
+        for lease in leases:
+            lease.check()
+
     try:
-        with hold(lease, wait_s=request.wait_s) as former:
+        with hold_all(leases, wait_s=request.wait_s) as formers:
             run_id = _run_to_do(request)  # again: the one that was at work may have ended meanwhile
-            if former is not None and former.run_id != run_id:
-                say(f"took over from run {former.run_id}, which has given no sign of life")
-            return _run_alone(request, run_id, lease, failpoint)
-    except LeaseHeldError as error:
-        say(str(error))
-        return EXIT_LEASE_HELD
-    except LeaseLostError as error:
+            for former in sorted({former.run_id for former in formers} - {run_id}):
+                say(f"took over from run {former}, which has given no sign of life")
+            return _run_alone(request, run_id, check, failpoint)
+    except (LeaseHeldError, LeaseLostError) as error:
         say(str(error))
         return EXIT_LEASE_HELD
 
 
-def _run_alone(request: RetrainRequest, run_id: str, lease: Lease, failpoint: Callable[[str], None]) -> int:
+def _run_alone(
+    request: RetrainRequest, run_id: str, check: Callable[[], None], failpoint: Callable[[str], None]
+) -> int:
     folder = request.runs / run_id
     end = folder / "end.json"
     if end.exists():
@@ -120,21 +122,23 @@ def _run_alone(request: RetrainRequest, run_id: str, lease: Lease, failpoint: Ca
         say(ended["line"])
         return int(ended["exit_code"])
     say(f"run {run_id} of {request.config.slug} in {folder}")
-    job = _Job(request, folder, failpoint)
+    job = _Job(request, folder)
     try:
-        results = run_steps(folder, _watched(job.steps(), failpoint), check=lease.check, say=say)
+        results = run_steps(folder, _watched(job.steps(), failpoint), check=check, say=say)
         line = f"{results.outcome}: {results.reason}" if isinstance(results, Ends) else str(results["decide"]["line"])
         code = 0
     except StepFailedError as error:
         line, code = str(error), EXIT_FAILED
-    except Stopped as stopped:
-        say(f"{stopped}; the same command goes on there")
-        return stopped.exit_code
-    except StepBrokeError as broke:
-        traceback.print_exception(broke.__cause__)
-        say(f"{broke}; the same command goes on there")
-        return EXIT_FAILED
-    write_aside(end, to_json({"line": line, "exit_code": code}))
+    except StepBrokenOffError as broken:
+        if not isinstance(broken.__cause__, Stopped | KeyboardInterrupt | SystemExit):  # nobody foresaw it
+            traceback.print_exception(broken.__cause__)
+        say(f"{broken}; the same command goes on there")
+        return broken.exit_code
+    failpoint("before end")
+    try:
+        write_aside(end, to_json({"line": line, "exit_code": code}))
+    except OSError as error:  # what the run came to is so all the same
+        say(f"the end of the run cannot be written down ({error}); the same command comes to it again")
     say(line)
     return code
 
@@ -143,13 +147,7 @@ def _watched(steps: list[Step], failpoint: Callable[[str], None]) -> list[Step]:
     def watch(step: Step) -> Step:
         def action(results: Results) -> Any:
             failpoint(f"before {step.name}")
-            try:
-                found = step.action(results)
-            except (GraftError, Stopped):
-                raise
-            except Exception as error:
-                what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                raise StepBrokeError(f"failed at step {step.name}: {what}") from error
+            found = step.action(results)
             failpoint(f"after {step.name}")
             return found
 
@@ -183,14 +181,16 @@ def _unfinished(runs: Path) -> str | None:
 class _Job:
     """The steps of a run. Each reads what it needs from the results of the steps before it."""
 
-    def __init__(self, request: RetrainRequest, folder: Path, failpoint: Callable[[str], None]) -> None:
-        self.request, self.folder, self.failpoint = request, folder, failpoint
+    def __init__(self, request: RetrainRequest, folder: Path) -> None:
+        self.request, self.folder = request, folder
         self.config, self.settings = request.config, request.settings
         self.slug = request.config.slug
 
     def steps(self) -> list[Step]:
         """In order."""
-        actions = (self.choose, self.collect, self.compact, self.train, self.evaluate, self.decide, self.clean)
+        actions = (
+            self.choose, self.collect, self.compact, self.train, self.evaluate, self.decide, self.report, self.clean,
+        )  # fmt: skip
         return [Step(action.__name__, action) for action in actions]
 
     def choose(self, results: Results) -> Any:
@@ -239,7 +239,7 @@ class _Job:
             )
         )
         if code > 128 or code == Ending.CUT_OFF.value:
-            raise Stopped(code)
+            raise Stopped(f"the collection was {Ending(code).label}", code)
         if code not in (Ending.COMPLETE.value, Ending.PARTIAL.value):
             raise GraftError(f"the collection ended with exit code {code}")
         return {"exit_code": code}
@@ -279,48 +279,85 @@ class _Job:
         try:
             return {"champion": champion, **evaluator.compare(theirs, ours)}
         except ClusterBusyError as error:
-            say(str(error))
-            raise Stopped(EXIT_FAILED) from error
+            raise Stopped(str(error), EXIT_FAILED) from error
 
     def decide(self, results: Results) -> Any:
-        """Promote or keep; the reason and the numbers become tags of the version, and a report."""
+        """Promote or keep; nothing else, so that what is decided is known whatever fails afterwards."""
         evaluated, version = results["evaluate"], results["train"]["version"]
-        replayed, live = evidence_of(evaluated["replay"]), evidence_of(evaluated["live"])
-        assert replayed is not None
-        decision = decide(replayed, live, evaluated["num_bugs"], self.settings.margin)
-        registry, champion = self._registry(), evaluated["champion"]
+        champion = evaluated["champion"]
+        decision = decide(
+            *_evidence(evaluated),
+            num_audited=evaluated["num_audited"],
+            num_bugs=evaluated["num_bugs"],
+            margin=self.settings.margin,
+        )
         if decision.is_promoted:
-            registry.promote(self.slug, version, expected_champion=champion)
-            self.failpoint("promoted, not tagged")
+            try:
+                self._registry().promote(self.slug, version, expected_champion=champion)
+            except RegistryUnavailableError as error:  # it may have heard of the promotion: asked again, it says
+                raise Stopped(f"it is not known whether v{version} is promoted, for {error}", EXIT_FAILED) from error
             line = f"promoted v{version}: {decision.reason}"
         else:
             line = f"kept {'DDTree' if champion is None else f'v{champion}'} because {decision.reason}"
+        return {"line": line, "reason": decision.reason, "is_promoted": decision.is_promoted}
+
+    def report(self, results: Results) -> Any:
+        """Make the reason and the numbers tags of the version, and a report."""
+        evaluated, version, decided = results["evaluate"], results["train"]["version"], results["decide"]
+        champion = evaluated["champion"]
         tags = {
-            "graft.gate.decision": "promoted" if decision.is_promoted else "kept",
-            "graft.gate.reason": decision.reason,
+            "graft.gate.decision": "promoted" if decided["is_promoted"] else "kept",
+            "graft.gate.reason": decided.get("reason", decided["line"]),  # a run may go on from an earlier version's
             "graft.gate.champion": "none" if champion is None else str(champion),
-            "graft.gate.ratio": f"{replayed.ratio:.4f}",
-            "graft.gate.low": f"{replayed.low:.4f}",
-            "graft.gate.high": f"{replayed.high:.4f}",
             "graft.gate.run": self.folder.name,
+            **gate_tags(*_evidence(evaluated), evaluated["num_audited"], evaluated["num_bugs"]),
             **_drift_tags(results["choose"].get("drift")),
         }
-        registry.tag(self.slug, version, tags)
-        report = write_report(self.folder / "report.html", self.slug, version, line, results, self.folder / "training")
-        registry.log_report(self.slug, version, report)
-        return {"line": line, "report": str(report), "is_promoted": decision.is_promoted}
+        line, path = decided["line"], self.folder / "report.html"
+        try:
+            registry = self._registry()
+            registry.tag(self.slug, version, tags)
+            report = write_report(path, self.slug, version, line, results, self.folder / "training")
+            registry.log_report(self.slug, version, report)
+        except RegistryError as error:  # the run must not end as failed: its decision holds
+            done = f"v{version} is promoted" if decided["is_promoted"] else f"v{version} is not promoted"
+            raise Stopped(f"{done}, but its tags and report are not all kept: {error}", EXIT_FAILED) from error
+        return {"report": str(report)}
 
     def clean(self, results: Results) -> Any:
         """Delete what the retention rule lets go; what cannot be deleted now goes at the next run's end."""
-        store, days = TrajectoryStore(self.request.store), self.settings.keep_days
-        forgotten: dict[str, Any] = {"num_forgotten_files": 0}
-        if days is not None:
-            day = (datetime.now(UTC) - timedelta(days=days)).date()
+        parts = {
+            "num_forgotten_files": self._forget,
+            "num_deleted_files": self._vacuum,
+            "num_emptied_runs": self._empty,
+        }
+        done: dict[str, Any] = {}
+        for name, part in parts.items():
             try:
-                forgotten = {"num_forgotten_files": store.forget(before=day, target=self.slug)}
-            except StoreError as error:
-                forgotten = {"skipped": str(error)}
-        return {**forgotten, "num_deleted_files": len(store.vacuum())}
+                done[name] = part()
+            except Exception as error:  # whatever it is, it must not hide what the run has decided
+                what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                say(f"clean: left for the next run, {what}")
+                done.setdefault("skipped", []).append(what)
+        return done
+
+    def _forget(self) -> int:
+        """Trajectories that are too old; returns how many files went."""
+        if self.settings.keep_days is None:
+            return 0
+        return TrajectoryStore(self.request.store).forget(before=self._oldest().date(), target=self.slug)
+
+    def _vacuum(self) -> int:
+        return len(TrajectoryStore(self.request.store).vacuum())
+
+    def _empty(self) -> int:
+        """Checkpoints and copies of runs that are too old; returns how many runs had any."""
+        return 0 if self.settings.keep_days is None else empty_old_runs(self.request.runs, self._oldest())
+
+    def _oldest(self) -> datetime:
+        """The moment before which things are too old to be kept."""
+        assert self.settings.keep_days is not None
+        return datetime.now(UTC) - timedelta(days=self.settings.keep_days)
 
     def _drift(self) -> Drift:
         try:
@@ -338,6 +375,13 @@ class _Job:
 
     def _registry(self) -> Registry:
         return Registry(self.request.tracking_uri)
+
+
+def _evidence(evaluated: Mapping[str, Any]) -> tuple[Evidence, Evidence | None]:
+    """By replay and live."""
+    replayed = evidence_of(evaluated["replay"])
+    assert replayed is not None
+    return replayed, evidence_of(evaluated["live"])
 
 
 def _drift_tags(drift: Mapping[str, Any] | None) -> dict[str, str]:

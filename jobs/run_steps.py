@@ -3,13 +3,17 @@
 A finished step leaves a record, `<number>-<name>.json` in the run's folder, written aside and renamed into place. A
 step that is recorded is skipped and its recorded result used, so a step must be a function of the results before it and
 of what it finds on disk, and may be started again after it was killed anywhere inside.
+
+What a step raises says what becomes of the run: a `GraftError` means that it cannot succeed; anything else, a full disk
+or a signal say, that the next start goes on there.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,23 @@ Results = Mapping[str, Any]
 
 
 class StepFailedError(GraftError):
-    """A step did not succeed; names the step."""
+    """A step cannot succeed; names the step."""
+
+
+class StepBrokenOffError(Exception):
+    """A step did not come to its end, and the next start goes on there; names the step."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Stopped(Exception):
+    """What a step raises that was stopped from outside: why, and the job's exit code."""
+
+    def __init__(self, reason: str, exit_code: int) -> None:
+        super().__init__(reason)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,7 @@ def run_steps(
 
     Raises:
         StepFailedError: a step raised a `GraftError`; the records before it stay.
+        StepBrokenOffError: it raised anything else, its record could not be written, or a signal came.
     """
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
@@ -57,17 +78,37 @@ def run_steps(
         path = folder / f"{number}-{step.name}.json"
         record = _read(path, step.name)
         if record is None:
-            check()
-            say(f"step {number} of {len(steps)}: {step.name}")
-            record = _do(step, results)
-            check()
-            _write(path, record)
+            with _named(step.name):
+                check()
+                say(f"step {number} of {len(steps)}: {step.name}")
+                record = _do(step, results)
+                check()
+                _write(path, record)
         else:
             say(f"step {number} of {len(steps)}: {step.name} is done already")
         if "ends" in record:
             return Ends(**record["ends"])
         results[step.name] = record["result"]
     return results
+
+
+@contextmanager
+def _named(step: str) -> Iterator[None]:
+    """Say of what breaks a step off in which step it did."""
+    try:
+        yield
+    except GraftError:
+        raise
+    except Stopped as stopped:
+        raise StepBrokenOffError(f"stopped at step {step}: {stopped}", stopped.exit_code) from stopped
+    except KeyboardInterrupt as error:
+        raise StepBrokenOffError(f"stopped at step {step}: it was interrupted", 130) from error
+    except SystemExit as error:  # how SIGTERM arrives
+        code = error.code if isinstance(error.code, int) else 1
+        raise StepBrokenOffError(f"stopped at step {step}: it was told to end", code) from error
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise StepBrokenOffError(f"failed at step {step}: {what}", 1) from error
 
 
 def _do(step: Step, results: Results) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     <root>/rounds/      the same for the rounds
     <root>/_tmp/        files being written; never read, never named *.parquet
     <root>/_pins/       snapshots that learning runs still read, see `pins`
+    <root>/_leases/     which retraining run of a target is at work; readers and `vacuum` pass it over
 
 The root is a folder of a local or network file system, or s3://bucket/prefix. An object appears whole when its upload
 has ended, so that files for an object store are written aside on the machine that makes them.

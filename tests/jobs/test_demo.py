@@ -244,7 +244,7 @@ def test_what_the_gate_said_is_in_the_error() -> None:
 
 
 def test_the_last_word_of_a_retraining_counts() -> None:
-    lines = ["retrain: step 1 of 7: choose", "retrain: no drift seen (x)", "retrain: promoted v2: replay: ..."]
+    lines = ["retrain: step 1 of 8: choose", "retrain: no drift seen (x)", "retrain: promoted v2: replay: ..."]
     assert _verdict(lines) == "promoted v2: replay: ..."
     with pytest.raises(GraftError, match="said nothing of its end"):
         _verdict(json.dumps(lines[:1]).splitlines())

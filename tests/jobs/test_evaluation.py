@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import fingerprint, read_config, read_tensors
 from graft_dist.prompt_source import PromptSource
 from graft_dist.retraining import Retraining
 from graft_dist.target import Target
-from jobs.evaluation import Evaluator
+from jobs.evaluation import Evaluator, evidence_of
 from tests.graft_dist.policies import make_policy
 from tests.jobs.learning_store import write_store
 
@@ -29,3 +32,9 @@ def test_evidence_is_of_the_prompts_that_have_rounds_to_replay(
     evaluator = Evaluator(tiny_config, settings, str(store), None)
     found = evaluator.compare(None, (1, policy.save(tmp_path / "policy")))
     assert found["live"] is None and found["replay"]["num_prompts"] == 5
+    evidence = evidence_of(found["replay"])
+    assert evidence is not None and evidence.mat is not None and evidence.mismatch is not None
+    assert evidence.mat.low <= evidence.mat.value <= evidence.mat.high
+    assert evidence.mat.value == pytest.approx(evidence.challenger.mat / evidence.champion.mat)
+    earlier = {name: value for name, value in found["replay"].items() if name not in ("mat", "mismatch")}
+    assert evidence_of(earlier) == replace(evidence, mat=None, mismatch=None)  # as an earlier version recorded it

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jobs.gate import Evidence, compare, decide
+from graft_dist.trial import Interval
+from jobs.gate import Decision, Evidence, compare, decide, gate_tags
 
 
 def evidence(source: str = "replay", *, faster: float, noise: float = 0.0, prompts: int = 50) -> Evidence:
@@ -15,6 +16,10 @@ def evidence(source: str = "replay", *, faster: float, noise: float = 0.0, promp
     factor = 1 / faster + noise * random.standard_normal(prompts)
     challenger = champion * np.stack([factor, np.ones(prompts)], axis=1)
     return compare(source, ("champion v1", champion, 2.0, 0.1), ("challenger v2", challenger, 2.5, 0.05))
+
+
+def decided(replayed: Evidence, live: Evidence | None = None, num_bugs: int = 0, margin: float = 0.01) -> Decision:
+    return decide(replayed, live, num_audited=4, num_bugs=num_bugs, margin=margin)
 
 
 def test_evidence_is_paired_by_prompt() -> None:
@@ -32,9 +37,27 @@ def test_evidence_needs_the_same_prompts(prompts: int) -> None:
 
 
 def test_a_clearly_faster_challenger_is_promoted() -> None:
-    decision = decide(evidence(faster=1.05), evidence("live", faster=0.99, noise=0.2), 0, margin=0.01)
+    decision = decided(evidence(faster=1.05), evidence("live", faster=0.99, noise=0.2))
     assert decision.is_promoted and decision.reason.startswith("replay: challenger v2")
-    assert decide(evidence(faster=1.05), None, 0, margin=0.01).is_promoted
+    assert "; live: challenger v2" in decision.reason
+    assert decision.reason.endswith("; audit: 0 of 4 answers are not the target's own")
+    assert decided(evidence(faster=1.05)).is_promoted
+
+
+def test_the_sentence_has_what_else_was_observed() -> None:
+    found = evidence(faster=1.25)
+    assert found.sentence().endswith(", MAT 2.50 against 2.00, mismatch 5.0% against 10.0%")
+    drawn = replace(found, mat=Interval(1.25, 1.2, 1.3), mismatch=Interval(-0.05, -0.06, 0.004))
+    assert drawn.sentence().endswith(
+        ", MAT 2.50 against 2.00 (1.200 to 1.300 times), mismatch 5.0% against 10.0% (-6.0 to +0.4 points)"
+    )
+    unseen = replace(found, champion=replace(found.champion, mismatch_rate=None))
+    assert unseen.sentence().endswith(", MAT 2.50 against 2.00")
+
+
+def test_numbers_that_were_not_observed_are_no_tags() -> None:
+    names = {name.removeprefix("graft.gate.") for name in gate_tags(evidence(faster=1.25), None, 0, 0)}
+    assert names == {"ratio", "low", "high", "mat", "champion_mat", "mismatch", "champion_mismatch", "audited", "bugs"}
 
 
 @pytest.mark.parametrize(
@@ -50,10 +73,10 @@ def test_a_clearly_faster_challenger_is_promoted() -> None:
     ],
 )
 def test_others_are_not(replayed: Evidence, live: Evidence | None, num_bugs: int, reason: str) -> None:
-    decision = decide(replayed, live, num_bugs, margin=0.01)
+    decision = decided(replayed, live, num_bugs)
     assert not decision.is_promoted and reason in decision.reason
 
 
 def test_equal_policies_do_not_replace_each_other_even_without_a_margin() -> None:
     same = replace(evidence(faster=1.0), low=1.0, high=1.0)
-    assert not decide(same, None, 0, margin=0.0).is_promoted
+    assert not decided(same, margin=0.0).is_promoted

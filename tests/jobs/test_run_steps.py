@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graft_dist.errors import GraftError, PromptError
-from jobs.run_steps import Ends, Results, Step, StepFailedError, run_steps
+from jobs.run_steps import Ends, Results, Step, StepBrokenOffError, StepFailedError, Stopped, run_steps
 
 
 class Script:
@@ -46,11 +46,23 @@ def test_results_travel_and_a_second_run_repeats_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("where", "abc")
-def test_an_interrupted_run_goes_on_in_the_step_it_was_in(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "message", "exit_code"),
+    [
+        (KeyboardInterrupt(), "stopped at step {}: it was interrupted", 130),
+        (SystemExit(143), "stopped at step {}: it was told to end", 143),
+        (Stopped("the collection was cut off", 4), "stopped at step {}: the collection was cut off", 4),
+        (OSError("no\nroom"), "failed at step {}: OSError: no room", 1),
+    ],
+)
+def test_a_run_that_is_broken_off_goes_on_in_the_step_it_was_in(
+    tmp_path: Path, where: str, what: BaseException, message: str, exit_code: int
+) -> None:
     script = Script()
-    script.fail[where] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
+    script.fail[where] = what
+    with pytest.raises(StepBrokenOffError) as broken:
         script.run(tmp_path)
+    assert (str(broken.value), broken.value.exit_code) == (message.format(where), exit_code)
     script.fail.clear()
     assert script.run(tmp_path) == {name: {"of": name} for name in "abc"}
     assert [name for name, _ in script.calls] == sorted("abc" + where)
@@ -83,6 +95,15 @@ def test_nothing_is_recorded_once_the_run_must_not_go_on(tmp_path: Path) -> None
     with pytest.raises(GraftError, match="the lease is lost"):
         script.run(tmp_path, check)
     assert [path.name for path in tmp_path.iterdir()] == ["1-a.json"]
+
+
+def test_a_record_that_cannot_be_written_is_said_of_its_step(tmp_path: Path) -> None:
+    def lose_the_folder(_: Results) -> Any:
+        folder.rename(tmp_path / "elsewhere")
+
+    folder = tmp_path / "run"
+    with pytest.raises(StepBrokenOffError, match=r"^failed at step a: FileNotFoundError"):
+        run_steps(folder, [Step("a", lose_the_folder)], check=lambda: None, say=lambda line: None)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"step": "z", "result": 1}', '{"step": "a"}'])
