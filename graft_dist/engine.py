@@ -244,14 +244,20 @@ class Engine:
             chooser=TokenChooser(params, seed, prompt, self.target.vocab_size, self.target.device),
             tokenizer=self.target.tokenizer if self.detokenize or params.stop else None,
         )
-        if not self._fits([sequence]):
+        if not self.fits(sequence.limit):
             raise ValueError(
-                f"a sequence of up to {sequence.limit} tokens needs {self._bytes_needed([sequence])} bytes of cache, "
-                f"the limit is {self.memory_limit_bytes}"
+                f"a sequence of up to {sequence.limit} tokens needs {self._bytes_needed(1, sequence.limit)} bytes of "
+                f"cache, the limit is {self.memory_limit_bytes}"
             )
         self._num_added += 1
         self._waiting.append(sequence)
         return sequence_id
+
+    def fits(self, num_tokens: int, num_sequences: int = 1) -> bool:
+        """Whether sequences of up to `num_tokens` (prompt and output) each are within the memory limit together."""
+        return self.memory_limit_bytes is None or (
+            self._bytes_needed(num_sequences, num_tokens) <= self.memory_limit_bytes
+        )
 
     def abort(self, sequence_id: str) -> bool:
         """End a sequence now; its last event, with reason "abort", comes with the next step. False if it is unknown.
@@ -359,26 +365,24 @@ class Engine:
         for cache in caches:
             cache.limit_bytes = self.memory_limit_bytes * cache.bytes_per_token // total
 
-    def _rows_needed(self, sequences: Sequence[ActiveSequence]) -> int:
-        return max(sequence.limit for sequence in sequences) + self._max_budget + 1
+    def _rows_needed(self, num_tokens: int) -> int:
+        return num_tokens + self._max_budget + 1
 
-    def _bytes_needed(self, sequences: Sequence[ActiveSequence]) -> int:
+    def _bytes_needed(self, num_sequences: int, num_tokens: int) -> int:
         caches = [cache for cache in (self._cache, self._drafter_cache) if cache is not None]
-        return sum(cache.bytes_for(len(sequences), self._rows_needed(sequences)) for cache in caches)
-
-    def _fits(self, sequences: Sequence[ActiveSequence]) -> bool:
-        return self.memory_limit_bytes is None or self._bytes_needed(sequences) <= self.memory_limit_bytes
+        return sum(cache.bytes_for(num_sequences, self._rows_needed(num_tokens)) for cache in caches)
 
     def _admit(self) -> ActiveSequence | None:
         """Give the first waiting sequence a slot, if there is one and its cache rows fit."""
         if not self._waiting or self.num_live >= self.max_slots:
             return None
         together = [*self._live, self._waiting[0]]
-        if not self._fits(together):
+        longest = max(sequence.limit for sequence in together)
+        if not self.fits(longest, len(together)):
             return None
         if self.memory_limit_bytes is not None:
             # All that these sequences may ever need, at once: growing row by row at the limit would copy every time.
-            self._cache.reserve(len(together), self._rows_needed(together))
+            self._cache.reserve(len(together), self._rows_needed(longest))
         self._cache.add()
         self._filling = self._waiting.popleft()
         return self._filling
@@ -453,7 +457,8 @@ class Engine:
             self._live.append(sequence)
             if self._drafter_cache is not None:
                 if self.memory_limit_bytes is not None:
-                    self._drafter_cache.reserve(len(self._live), self._rows_needed(self._live))
+                    longest = max(live.limit for live in self._live)
+                    self._drafter_cache.reserve(len(self._live), self._rows_needed(longest))
                 self._drafter_cache.add()
         return sequence.event(outcome)
 

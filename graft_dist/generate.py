@@ -100,10 +100,12 @@ def answer_all(
     requests: Iterable[Request],
     params: SamplingParams,
     on_text: TextListener | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[Answer]:
     """Decode `requests` with every slot of `engine` busy; answers come in the order in which they finish.
 
     A request that the engine refuses (too long, empty) becomes an answer with finish reason "error"; the rest goes on.
+    `is_stopped` is asked before each round: once true, answers in hand end with the reason "abort" and no others begin.
     """
     waiting = iter(requests)
     active: dict[str, _Growing] = {}
@@ -120,6 +122,10 @@ def answer_all(
                 yield failed_answer(request, str(error))
         if not active:
             return
+        if is_stopped():
+            exhausted = True
+            for sequence_id in active:
+                engine.abort(sequence_id)
         for event in engine.step():
             growing = active[event.sequence_id]
             growing.take(event)

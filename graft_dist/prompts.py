@@ -93,15 +93,26 @@ def render(
     """
     messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     messages += [{"role": "user", "content": turn} for turn in prompt.turns]
+    return render_messages(tokenizer, messages, enable_thinking, what=f"prompt {prompt.id!r}")
+
+
+def render_messages(
+    tokenizer: ChatTokenizer,
+    messages: list[dict[str, str]],
+    enable_thinking: bool | None = None,
+    what: str = "the conversation",
+) -> list[int]:
+    """The token ids that the target continues after `messages`, which have a role and a content each.
+
+    Raises `PromptError`, which calls them `what`, when the template refuses.
+    """
     options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     try:
         ids = tokenizer.apply_chat_template(
             messages, tokenize=True, add_generation_prompt=True, return_dict=False, **options
         )
     except Exception as error:  # templates raise jinja2's errors, tokenizers their own: all mean the same here
-        raise PromptError(
-            f"the chat template cannot render prompt {prompt.id!r} ({' '.join(str(error).split())})"
-        ) from error
+        raise PromptError(f"the chat template cannot render {what} ({' '.join(str(error).split())})") from error
     return [int(token_id) for token_id in ids]
 
 

@@ -136,6 +136,22 @@ Threads = Annotated[
 ]
 Dtype = Annotated[DtypeName | None, typer.Option(help="Number format instead of the config's.")]
 Device = Annotated[DeviceName | None, typer.Option(help="Device instead of the config's.")]
+Method = Annotated[
+    str,
+    typer.Option(help="How to decode, the text is the same: plain, chain, ddtree, caddtree, graft or graft-fixed."),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(min=0, help="Draft nodes per round; default: the config's. At most, where the method chooses."),
+]
+OwnSeed = Annotated[int | None, typer.Option(help="Same seed, same text; without one each run draws its own.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="<str>", help="End before this text; may be given several times.")
+]
+StopTokenId = Annotated[
+    list[int] | None, typer.Option(metavar="<int>", help="End after this token; may be given several times.")
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end token.")]
 Drafter = Annotated[str | None, typer.Option(help="Drafter instead of the config's: a folder or a Hugging Face id.")]
 
 
@@ -144,14 +160,8 @@ def generate(
     config: Config,
     prompt: Annotated[str | None, typer.Option(help="Text to answer.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSONL file of prompts to answer instead.")] = None,
-    method: Annotated[
-        str,
-        typer.Option(help="How to decode, the text is the same: plain, chain, ddtree, caddtree, graft or graft-fixed."),
-    ] = "ddtree",
-    budget: Annotated[
-        int | None,
-        typer.Option(min=0, help="Draft nodes per round; default: the config's. At most, where the method chooses."),
-    ] = None,
+    method: Method = "ddtree",
+    budget: Nodes = None,
     policy: Policy = None,
     cost: Cost = None,
     max_new_tokens: MaxNewTokens = 128,
@@ -162,14 +172,10 @@ def generate(
     repetition_penalty: RepetitionPenalty = 1.0,
     presence_penalty: PresencePenalty = 0.0,
     frequency_penalty: FrequencyPenalty = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same text; without one each run draws its own.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="<str>", help="End before this text; may be given several times.")
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None, typer.Option(metavar="<int>", help="End after this token; may be given several times.")
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's own end token.")] = False,
+    seed: OwnSeed = None,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
     out: Annotated[Path | None, typer.Option(help="Write a JSON object per prompt here instead of text.")] = None,
     limit: Limit = None,
     slots: Slots = 1,
@@ -207,6 +213,60 @@ def generate(
     from jobs.generate_command import run_generate
 
     raise typer.Exit(run_generate(settings, found, method, nodes, params, out, slots, learned))
+
+
+@app.command()
+def chat(
+    config: Config,
+    method: Method = "ddtree",
+    budget: Nodes = None,
+    policy: Policy = None,
+    system: Annotated[str | None, typer.Option(help="System message instead of the config's.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    seed: OwnSeed = None,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
+    threads: Threads = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    drafter: Drafter = None,
+) -> None:
+    """Talk with the model on the terminal; /reset forgets the conversation, /exit ends, Ctrl-C stops an answer."""
+    settings = _read_config(config, dtype, device, drafter)
+    if system is not None:
+        settings = settings.model_copy(update={"system_prompt": system})
+    from graft_dist.policy import check_method
+    from jobs.policy_option import read_learned
+
+    check_method(method)
+    nodes = _budget(method, budget, settings)
+    learned = read_learned(policy, None, [method], settings)
+    params = _sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+    )
+    _prepare_torch(settings, threads)
+    from jobs.chat_command import run_chat
+
+    raise typer.Exit(run_chat(settings, method, nodes, params, learned))
 
 
 @app.command()

@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import typer
+
 from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
+from graft_dist.engine import Engine
 from graft_dist.errors import GraftError
 from graft_dist.generate import Answer, Request, answer_all, failed_answer, to_request
 from graft_dist.policy_maker import PolicyMaker
@@ -36,16 +39,10 @@ def run_generate(
     """
     if out is not None:
         check_out_file(out)
-    target, drafter = load_decoder(config, method)
-    policy = new_maker(config, target, drafter, learned).make(method, budget)
-    # Under a memory limit the engine makes room for the largest tree: the budget asked for, or the policy's own.
-    largest = max(
-        config.budget, *config.budgets, budget or 0, 0 if learned.policy is None else learned.policy.max_budget
-    )
-    engine = new_engine(config, target, drafter, policy, max_slots=1 if out is None else slots, max_budget=largest)
-    requests, answers = to_requests(prompts, target.tokenizer, config)
+    engine = load_engine(config, method, budget, learned, max_slots=1 if out is None else slots)
+    requests, answers = to_requests(prompts, engine.target.tokenizer, config)
     if out is None:
-        printer = _Printer(several=len(prompts) > 1)
+        printer = AnswerPrinter(several=len(prompts) > 1)
         answers += printer.print_all(answer_all(engine, requests, params, on_text=printer.print_text))
     else:
         answers += _with_progress(answer_all(engine, requests, params), len(requests))
@@ -53,6 +50,17 @@ def run_generate(
         rows = [json.dumps(by_id[prompt.id].to_row(), ensure_ascii=False) for prompt in prompts]
         write_aside(out, "".join(f"{row}\n" for row in rows))
     return report_failures(answers)
+
+
+def load_engine(config: TargetConfig, method: str, budget: int | None, learned: Learned, max_slots: int) -> Engine:
+    """The engine of a command that decodes by one method, with models and policy loaded."""
+    target, drafter = load_decoder(config, method)
+    policy = new_maker(config, target, drafter, learned).make(method, budget)
+    # Under a memory limit the engine makes room for the largest tree: the budget asked for, or the policy's own.
+    largest = max(
+        config.budget, *config.budgets, budget or 0, 0 if learned.policy is None else learned.policy.max_budget
+    )
+    return new_engine(config, target, drafter, policy, max_slots=max_slots, max_budget=largest)
 
 
 def new_maker(config: TargetConfig, target: Target, drafter: DFlashDrafter | None, learned: Learned) -> PolicyMaker:
@@ -100,10 +108,10 @@ def describe(answer: Answer) -> str:
     return f"{line}, finished by {answer.finish_reason}"
 
 
-class _Printer:
-    """Text to stdout as it arrives, numbers about each answer to stderr."""
+class AnswerPrinter:
+    """Text to stdout as it arrives, a line of numbers about each answer to stderr, dim on a terminal."""
 
-    def __init__(self, several: bool) -> None:
+    def __init__(self, several: bool = False) -> None:
         self.several = several
         self.current: str | None = None
 
@@ -118,7 +126,7 @@ class _Printer:
         for answer in arriving:
             if answer.finish_reason != "error":
                 print(flush=True)
-                print(f"[{describe(answer)}]", file=sys.stderr, flush=True)
+                typer.secho(f"[{describe(answer)}]", dim=True, err=True)
             answers.append(answer)
         return answers
 

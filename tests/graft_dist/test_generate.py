@@ -75,6 +75,19 @@ def test_text_arrives_in_pieces_that_add_up(tiny_llama: Target) -> None:
         assert pieces.get(answer.request.prompt_id, "") == answer.text
 
 
+def test_stopping_ends_what_is_in_hand_and_begins_nothing_else(tiny_llama: Target) -> None:
+    engine = Engine(tiny_llama, None, plain(), max_slots=2)
+    whole = answers_of(engine, REQUESTS)
+    asked = iter([False, False, False, *[True] * 9])
+    stopped = list(answer_all(engine, REQUESTS, PARAMS, is_stopped=lambda: next(asked)))
+    assert [answer.request.prompt_id for answer in stopped] == ["p0", "p1"]
+    for answer in stopped:
+        assert answer.finish_reason == "abort"
+        assert 0 < len(answer.token_ids) < 12
+        assert answer.token_ids == whole[answer.request.prompt_id][: len(answer.token_ids)]
+    assert answers_of(engine, REQUESTS) == whole  # the engine is none the worse for it
+
+
 def test_prompts_are_rendered_with_the_configured_system_prompt(tiny_llama: Target) -> None:
     config = TargetConfig(target="./x", drafter="./y", system_prompt="Be brief.")
     request = to_request(Prompt("a", "code", ("add two numbers",)), tiny_llama.tokenizer, config)

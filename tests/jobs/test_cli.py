@@ -1,5 +1,6 @@
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -35,6 +36,8 @@ LOADING = "--threads --dtype --device --drafter"
 SURFACE = {
     "generate": "--config --prompt --prompts --method --budget --policy --cost --stop --stop-token-id --ignore-eos "
     f"--out --limit --slots {SAMPLING} {PENALTIES} {LOADING}",
+    "chat": "--config --method --budget --policy --system --stop --stop-token-id --ignore-eos "
+    f"{SAMPLING} {PENALTIES} {LOADING}",
     "audit": "--config --prompts --methods --budgets --policy --cost --near-tie --out --limit --slots "
     f"{SAMPLING} {PENALTIES} {LOADING}",
     "bench": f"--config --prompts --methods --budgets --policy --cost --warmup --out --limit {SAMPLING} {LOADING}",
@@ -157,6 +160,8 @@ ERRORS = [
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--out", "/no/where/x.jsonl"], "no folder /no/where"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--out", "{p}"], "is a folder: name a file"),
     (["generate", "--config", "{p}/tiny.yaml", "--prompt", "x", "--drafter", "./nope"], "./nope"),
+    (["chat", "--config", "{p}/tiny.yaml", "--method", "tree"], "unknown method 'tree'"),
+    (["chat", "--config", "{p}/tiny.yaml", "--top-p", "3"], "top_p must be above 0"),
     (["bench", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--out", "{p}/tiny.yaml"], "is a file"),
     (["audit", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--methods", "plain,x"], "method 'x'"),
     (["audit", "--config", "{p}/tiny.yaml", "--prompts", "{p}/prompts.jsonl", "--budgets", "8,y"], "is '8,y'"),
@@ -219,6 +224,20 @@ def test_generate_prints_the_same_text_with_every_method(project: Path, capsys: 
         texts.append(shown.out)
         assert re.search(r"\[9 tokens, .* rounds, MAT \d", shown.err)
     assert len(set(texts)) == 1
+
+
+def test_chat_says_the_same_with_every_method(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for method in ("plain", "chain", "ddtree", "graft-fixed"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("add\nadd 2\n"))
+        arguments = ["--method", method, "--policy", f"{project}/policy", "--max-new-tokens", "9", "--threads", "1"]
+        assert cli.run(["chat", "--config", f"{project}/tiny.yaml", *arguments]) == 0
+        shown = capsys.readouterr()
+        texts.append(shown.out)
+        assert len(re.findall(r"\[9 tokens, .* tokens/s\), .* rounds, MAT \d", shown.err)) == 2
+    assert texts[0] and len(set(texts)) == 1
 
 
 def test_budgets_of_the_command_line_fit_under_a_memory_limit(project: Path, tmp_path: Path) -> None:
