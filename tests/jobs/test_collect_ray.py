@@ -10,6 +10,7 @@ import math
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHAOS = Path(__file__).with_name("chaos_driver.py")
+ON_A_BARE_MACHINE = """import runpy, sys
+import ray
+import psutil  # Ray's own
+psutil.process_iter = lambda *_, **__: iter(())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")"""
+"""Runs a script as if no Ray ran here: without an address Ray joins any cluster among the machine's processes."""
 NUM_PROMPTS = 20
 UNIT_SIZE = 4
 QUERIES = {
@@ -98,6 +106,8 @@ def bench(ray_head: RayHead, tiny_config: TargetConfig, tmp_path_factory: pytest
     ]
     lines[5] = '{"id": "p5", "turns": ["broken'
     lines[9] = json.dumps({"id": "p9", "task": "chat", "turns": ["far too long " * 100]})
+    lines[13] = json.dumps({"id": "p13", "task": "chat", "turns": [""]})
+    lines[18] = json.dumps({"id": "p18", "task": "chat", "turns": [18]})
     prompts.write_text("\n".join(lines) + "\n")
     return Bench(ray_head, config, prompts, folder)
 
@@ -166,18 +176,46 @@ def test_every_prompt_is_there_once_bad_ones_with_their_reason(
 ) -> None:
     assert len(undisturbed["sequences"]) == NUM_PROMPTS
     with connect(bench.folder / "undisturbed", threads=1) as connection:
-        errors = connection.execute("SELECT prompt_id, error FROM sequences WHERE error IS NOT NULL").fetchall()
+        errors = dict(connection.execute("SELECT prompt_id, error FROM sequences WHERE error IS NOT NULL").fetchall())
         kinds = dict(connection.execute("SELECT kind, count(*) FROM rounds GROUP BY kind").fetchall())
         tokens = connection.execute(
             "SELECT sum(len(output_token_ids) - 1) FROM sequences WHERE error IS NULL"
         ).fetchall()
         committed = connection.execute("SELECT sum(num_tokens) FROM rounds WHERE kind = 'decoded'").fetchall()
         budgets = connection.execute("SELECT DISTINCT budget FROM rounds WHERE kind = 'decoded'").fetchall()
-    assert sorted(prompt_id for prompt_id, _ in errors) == ["p9", "prompts.jsonl:6"]
-    assert any("not valid JSON" in error for _, error in errors)
-    assert any("leaves no room" in error for _, error in errors)
+    reasons = {
+        "prompts.jsonl:6": "not valid JSON",
+        "p9": "leaves no room",
+        "prompts.jsonl:14": "a turn is '', allowed is a text that is not empty",
+        "prompts.jsonl:19": "a turn is 18, allowed is a text that is not empty",
+    }
+    assert errors.keys() == reasons.keys()
+    assert [prompt_id for prompt_id, reason in reasons.items() if reason not in errors[prompt_id]] == []
     assert kinds["dense"] == tokens[0][0] == committed[0][0]
     assert {budget for (budget,) in budgets} >= {0, 3, 6}
+
+
+def test_on_a_machine_without_a_cluster_one_is_started_for_the_job(bench: Bench) -> None:
+    command = [sys.executable, "-c", ON_A_BARE_MACHINE, str(REPOSITORY / "jobs" / "collect.py")]
+    known = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", "PYTHONPATH": str(REPOSITORY)}
+    with tempfile.TemporaryDirectory(prefix="graft-ray-", ignore_cleanup_errors=True) as folder:  # short, for sockets
+        environment = bench.head.environment(known | {"RAY_TMPDIR": folder})
+        environment.pop("RAY_ADDRESS", None)
+        done = subprocess.run(
+            [*command, *bench.arguments("bare"), "--limit", str(UNIT_SIZE)],
+            cwd=bench.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert "no Ray cluster given, so one was started here" in done.stdout
+    rows = bench.rows("bare")
+    assert len(rows["sequences"]) == UNIT_SIZE
+    assert len(rows["rounds"]) > UNIT_SIZE
 
 
 def test_a_run_that_is_complete_decodes_nothing_again(
