@@ -212,8 +212,8 @@ def test_sampled_trees_follow_the_targets_distribution(tmp_path) -> None:
     target = Target.load(str(folder), dtype="float32", device="cpu")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     params = SamplingParams(
-        temperature=1.3, top_p=0.95, top_k=8, repetition_penalty=1.1, presence_penalty=0.2, max_new_tokens=3,
-        ignore_eos=True,
+        temperature=1.3, top_p=0.95, top_k=8, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3,
+        max_new_tokens=3, ignore_eos=True,
     )  # fmt: skip
     prompt = [3, 4, 5]
     exact = exact_probabilities(model, params, prompt)
@@ -238,7 +238,8 @@ def test_sampled_trees_follow_the_targets_distribution(tmp_path) -> None:
     assert probabilities.sum() == pytest.approx(1.0)
     assert chi_square(observed, probabilities) > 1e-3
     # Controls: the same counts do not come from the distribution without penalties, nor without the filters.
-    for other in (replace(params, repetition_penalty=1.0, presence_penalty=0.0), replace(params, temperature=1.0)):
+    unpenalised = replace(params, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    for other in (unpenalised, replace(params, top_p=1.0, top_k=0)):
         wrong = exact_probabilities(model, other, prompt)
         assert chi_square(observed, np.array([wrong[tokens] for tokens in counts])) < 1e-6
 
