@@ -18,7 +18,7 @@ from graft_dist.engine import Engine
 from graft_dist.policy import DecodingPolicy, GraftPolicy, caddtree, chain, ddtree, exploring, plain
 from graft_dist.rounds import RoundRecord
 from graft_dist.sampling import SamplingParams
-from graft_dist.target import Target
+from graft_dist.target import Target, tree_mask
 from tests.conftest import MODEL_TYPES, FakeDrafter
 from tests.graft_dist.policies import make_policy, random_network
 from tests.graft_dist.test_drafter import tiny_model
@@ -94,6 +94,33 @@ def test_trees_are_plain(model_type: str, tiny_target: Callable) -> None:
             num_tokens = sum(record.num_tokens for per in records for record in per)
             assert num_tokens == sum(len(e) - 1 for e in expected)
             assert num_tokens > sum(map(len, records)), "nothing was accepted"
+
+
+def tree_logits(target: Target) -> torch.Tensor:
+    """Logits [4, V] of a root, its two children and a child of the second, verified after a prompt of five tokens."""
+    cache = target.new_cache(1, 20)
+    target.prefill([5, 9, 30, 7, 12], cache, cache.add())
+    seen = np.array([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]], np.bool_)
+    mask = tree_mask(cache.lengths, seen, 9, target.dtype, target.device, target.groups)
+    cache.begin(torch.arange(5, 9)[None], 9)
+    token_ids, positions = torch.tensor([[[3, 10, 11, 40]], [[5, 6, 6, 7]]], device=target.device)
+    return target.forward(token_ids, positions, mask, cache).logits[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device: nothing here was run on one")
+def test_a_gpu_computes_trees_as_the_cpu_does_and_they_are_plain(tiny_llama: Target, tiny_folder: Callable) -> None:
+    target = Target.load(str(tiny_folder("llama")), dtype="float32", device="cuda")
+    torch.testing.assert_close(tree_logits(target).cpu(), tree_logits(tiny_llama), rtol=1e-3, atol=1e-3)
+    params = SamplingParams(max_new_tokens=22, ignore_eos=True)
+    requests = [(prompt, params) for prompt in prompts(target.vocab_size, lengths=(7, 1, 23))]
+    expected, _, _ = decode(target, None, plain(), requests)
+    drafter = FakeDrafter(target, [p + e for (p, _), e in zip(requests, expected, strict=True)], accuracy=0.6)
+    for max_slots in (2, 1):
+        drafter.num_calls = 0
+        got, _, _ = decode(target, drafter, ddtree(20, 4), requests, max_slots=max_slots)
+        assert got == expected, max_slots
+    assert drafter.num_calls < sum(len(e) - 1 for e in expected), "nothing was accepted"
 
 
 @pytest.mark.parametrize(
