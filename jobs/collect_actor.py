@@ -49,7 +49,6 @@ class WorkerInfo:
 
     models: ModelInfo
     host: str
-    pid: int
 
 
 class CollectActor:
@@ -66,7 +65,7 @@ class CollectActor:
             from jobs.collector_loading import load_collector
 
             self._loaded = load_collector(self._plan)
-        return WorkerInfo(self._loaded[1], platform.node(), os.getpid())
+        return WorkerInfo(self._loaded[1], platform.node())
 
     def work(self, held: Sequence[str], new: Unit | None, has_more: bool) -> Report:
         """One slice of work: see `Collector.work`."""

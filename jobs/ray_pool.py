@@ -111,10 +111,6 @@ class RayPool:
         for worker in self._workers:
             ray.kill(worker.actor)
 
-    def pids(self) -> list[int]:
-        """The process ids of the actors as last loaded."""
-        return [worker.info.pid for worker in self._workers if worker.info is not None]
-
     def _ask_to_load(self) -> None:
         now = time.monotonic()
         for worker in self._workers:

@@ -206,7 +206,7 @@ class UnwritingPool(FakePool):
         super().__init__(2)
 
     def start(self) -> list[WorkerInfo]:
-        return [WorkerInfo(ModelInfo("target", "tokenizer", "drafter", 7, "float32"), "host", 1)] * 2
+        return [WorkerInfo(ModelInfo("target", "tokenizer", "drafter", 7, "float32"), "host")] * 2
 
     def close(self) -> None:
         pass

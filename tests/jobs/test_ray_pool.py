@@ -16,7 +16,7 @@ from jobs.driver import NoWorkersLeft
 from jobs.ray_pool import PoolSettings, RayPool
 from jobs.work import Report, WorkerLost
 
-LOADED = WorkerInfo(ModelInfo("target", "tokenizer", None, 0, "float32"), "host", 1)
+LOADED = WorkerInfo(ModelInfo("target", "tokenizer", None, 0, "float32"), "host")
 LOST = ActorUnavailableError("the actor is gone", b"0" * 16)
 
 
