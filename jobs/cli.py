@@ -34,7 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-store_app = typer.Typer(help="Keep a trajectory store in order: compact, vacuum, export.")
+store_app = typer.Typer(help="Keep a trajectory store in order: compact, forget, vacuum, export.")
 app.add_typer(store_app, name="store")
 
 schedule_app = typer.Typer(help="Retrain targets on a schedule: run it, look at it, or submit one run for cron.")
