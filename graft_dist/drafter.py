@@ -125,15 +125,18 @@ class DrafterConfig:
         """
         return _config_from_json(dict(fields))
 
-    def to_json(self) -> dict[str, Any]:
-        """The public `config.json`: Qwen3's fields plus `block_size`, `num_target_layers` and `dflash_config`."""
+    def to_json(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+        """The public `config.json`: Qwen3's fields plus `block_size`, `num_target_layers` and `dflash_config`.
+
+        `dtype` is what the weights beside it are saved in.
+        """
         return {
             "architectures": ["DFlashDraftModel"],
             "attention_bias": False,
             "attention_dropout": 0.0,
             "block_size": self.block_size,
             "dflash_config": {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)},
-            "dtype": "bfloat16",
+            "dtype": str(dtype).removeprefix("torch."),
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "hidden_size": self.hidden_size,
@@ -553,7 +556,7 @@ def save_drafter(
     aside.mkdir(parents=True)
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, aside / "model.safetensors", metadata={"format": "pt", "tokenizer_sha256": tokenizer_sha256})
-    (aside / "config.json").write_text(json.dumps(model.config.to_json(), indent=2) + "\n")
+    (aside / "config.json").write_text(json.dumps(model.config.to_json(dtype), indent=2) + "\n")
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

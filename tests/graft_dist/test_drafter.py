@@ -116,6 +116,15 @@ def test_a_checkpoint_is_there_whole_whenever_saving_is_cut_short(
     load_drafter(checkpoint, tiny_llama)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_config_says_what_the_weights_are_saved_in(tiny_llama: Target, tmp_path: Path, dtype: torch.dtype) -> None:
+    save_drafter(tiny_model(tiny_llama), tmp_path / "d", tokenizer_sha256=tiny_llama.tokenizer_sha256, dtype=dtype)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "d" / "model.safetensors").values()} == {dtype}
+    said = json.loads((tmp_path / "d" / "config.json").read_text())["dtype"]
+    assert isinstance(said, str) and getattr(torch, said) is dtype
+    assert read_config(tmp_path / "d") == tiny_drafter_config(tiny_llama)
+
+
 def test_a_public_config_with_bookkeeping_keys_is_read(tiny_llama: Target, checkpoint: Path) -> None:
     edit_config(
         checkpoint,
