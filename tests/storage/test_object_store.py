@@ -1,4 +1,5 @@
-"""A store in a bucket obeys the rules of one in a folder, on an S3 server in this process, through the real clients."""
+"""A store named by a URI obeys the rules of one at a path: s3:// on a server of our own, through the real clients, and
+file://."""
 
 from __future__ import annotations
 
@@ -37,10 +38,12 @@ def bucket() -> Iterator[str]:
         server.stdin.close()
 
 
-@pytest.fixture
-def root(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["s3", "file"])
+def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("platformdirs.user_cache_dir", lambda name: str(tmp_path / name))
-    return f"{bucket}/{tmp_path.name}/store"
+    if request.param == "file":
+        return f"{tmp_path.as_uri()}/a%20folder/store"
+    return f"{request.getfixturevalue('bucket')}/{tmp_path.name}/store"
 
 
 def counts(root: str) -> tuple[int, int]:
@@ -82,7 +85,8 @@ def test_units_are_written_committed_merged_forgotten_and_vacuumed(root: str, tm
     question = ["--format", "csv", "SELECT count(*) AS n FROM rounds"]
     answered = CliRunner().invoke(app, ["query", "--store", root, *question])
     assert answered.output.split() == ["n", "12"]
-    assert not list((tmp_path / "graft-dist" / "uploads").iterdir())  # nothing is left of what was written aside
+    aside = store.path / "_tmp" if store.root.is_local else tmp_path / "graft-dist" / "uploads"
+    assert not list(aside.iterdir())  # nothing is left of what was written aside
 
 
 def test_two_drivers_at_once_and_a_reader(root: str) -> None:
@@ -142,12 +146,12 @@ def test_a_bucket_that_is_not_there_is_one_sentence(bucket: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("root", ["s3://", "s3://bucket/a b", "s3://bucket/run[1]", "s3://bucket//store"])
-def test_names_that_readers_would_take_for_something_else_are_refused(root: str) -> None:
+@pytest.mark.parametrize("name", ["s3://", "s3://bucket/a b", "s3://bucket/run[1]", "s3://bucket//store"])
+def test_names_that_readers_would_take_for_something_else_are_refused(name: str) -> None:
     with pytest.raises(StoreError, match=r"is not s3://BUCKET/PREFIX"):
-        TrajectoryStore(root)
+        TrajectoryStore(name)
 
 
-def test_rows_are_exported_to_folders_only(root: str, tmp_path: Path) -> None:
+def test_rows_are_exported_to_folders_only(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is in an object store; this needs a folder"):
-        TrajectoryStore(tmp_path).export(f"{root}/rows")
+        TrajectoryStore(tmp_path).export(f"{bucket}/rows")
