@@ -7,8 +7,9 @@ Values are random, sizes those of real rounds (7 depths of 16 candidates, budget
 Eight runs in four days; run-3 and run-7 are of another target. So questions about one target or run have files to skip,
 and merged files hold two runs. Every step has a process of its own. DuckDB's memory is limited, and so is that of the
 whole process, by the kernel (`RLIMIT_DATA`, on Linux): a step that wants more fails, and the benchmark with it. `DIR`
-is made, and must not be there. `--out` gets the machine (run.json, first), the rows (raw.jsonl, one by one) and a table
-(summary.md, in the end, also of what was done before a step failed).
+is made, and must not be there; while the training step runs, its lessons lie beside it. `--out` gets the machine
+(run.json, first), the rows (raw.jsonl, one by one) and a table (summary.md, in the end, also of what was done before a
+step failed).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import json
 import multiprocessing
 import re
 import resource
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -44,6 +47,7 @@ NUM_RUNS, RUNS_PER_DAY = 8, 2
 SEQUENCES_PER_UNIT, ROUNDS_PER_SEQUENCE = 32, 64
 FILES_PER_COMMIT = 100
 PROGRESS_S = 20.0  # between two signs of life
+EMBEDDING_SIZE, TRAINING_STEPS = 64, 20
 TASKS = ("code", "chat", "math", "prose")
 DATASET, DRAFTER = {"target_fingerprint": "synthetic"}, "synthetic"
 TYPES = {field.name: field.type for schema in (ROUNDS, SEQUENCES) for field in schema}
@@ -53,13 +57,14 @@ Step = tuple[str, str, Callable[..., dict[str, Any]], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Measured:
-    """One step: wall and processor time, and the most memory that its process held."""
+    """One step: wall and processor time, and the most memory that its process had."""
 
     step: str
     state: str  # of the store: as written, merged, deleted from
     seconds: float
     cpu_s: float
-    peak_mib: float
+    peak_mib: float  # resident, with the pages of files that it maps, such as libraries and lessons
+    own_mib: float  # of that, its own: what RLIMIT_DATA is about; seen 20 times a second
     result: dict[str, Any]
 
 
@@ -117,13 +122,20 @@ def unit(
     n, starts = int(per_sequence.sum()), np.cumsum(per_sequence) - per_sequence
     sequence_of = np.repeat(np.arange(num_sequences), per_sequence)
     names = np.array([f"{key.unit_id}.{index}" for index in range(num_sequences)])
-    # A full binary tree in insertion order; the accepted path is its leftmost one.
+    # A full binary tree of candidates, in insertion order; the accepted path is its leftmost one.
     budgets = rng.choice(np.array(BUDGETS), n)
-    nodes = within(budgets + 1)
+    nodes, round_of = within(budgets + 1), np.repeat(np.arange(n), budgets + 1)
+    depths = np.log2(nodes + 1).astype(np.int64)
     num_accepted = np.minimum(rng.geometric(0.4, n) - 1, np.log2(budgets + 1).astype(np.int64))
     num_tokens = num_accepted + 1
     before = np.cumsum(num_tokens) - num_tokens
     num_prompt, num_output = rng.integers(20, 200, num_sequences), np.add.reduceat(num_tokens, starts)
+    roots, candidates = tokens(n), tokens(n * DEPTH * WIDTH).reshape(n, DEPTH, WIDTH)
+    tree_tokens = np.where(
+        nodes == 0, roots[round_of], candidates[round_of, depths - 1, (nodes - 2**depths + 1) % WIDTH]
+    )
+    is_followed = (nodes + 1 == 2**depths) & (depths < num_accepted[round_of])
+    wanted = np.where(is_followed, candidates[round_of, depths, 0], tokens(len(nodes)))
     drafted = np.full(n, DEPTH)
     shared = {"unit_id": key.unit_id, "attempt": key.attempt, "run_id": key.run_id}
     rounds = table(ROUNDS, n, shared | {
@@ -131,17 +143,17 @@ def unit(
         "kind": "decoded",
         "round_index": within(per_sequence),
         "context_length": num_prompt[sequence_of] + before - before[starts][sequence_of],
-        "root_token": tokens(n),
-        "candidate_ids": matrices("candidate_ids", drafted, tokens(n * DEPTH * WIDTH)),
+        "root_token": roots,
+        "candidate_ids": matrices("candidate_ids", drafted, candidates.ravel()),
         "candidate_log_probs": matrices("candidate_log_probs", drafted, -floats(n * DEPTH * WIDTH)),
         "conf": floats(n),
         "degen": floats(n),
         "hist": floats(n),
         "budget": budgets,
-        "tree_tokens": lists("tree_tokens", budgets + 1, tokens(len(nodes))),
+        "tree_tokens": lists("tree_tokens", budgets + 1, tree_tokens),
         "tree_parents": lists("tree_parents", budgets + 1, np.where(nodes == 0, -1, (nodes - 1) // 2)),
-        "tree_depths": lists("tree_depths", budgets + 1, np.log2(nodes + 1).astype(np.int32)),
-        "target_tokens": lists("target_tokens", budgets + 1, tokens(len(nodes))),
+        "tree_depths": lists("tree_depths", budgets + 1, depths),
+        "target_tokens": lists("target_tokens", budgets + 1, wanted),
         "accepted": lists("accepted", num_accepted, 2 ** (within(num_accepted) + 1) - 1),
         "num_tokens": num_tokens,
         "is_mismatch": rng.random(n) < 0.1,
@@ -218,14 +230,57 @@ def ask(root: str, memory: str, threads: int, sql_or_name: str) -> dict[str, Any
 
 
 def stream_for_training(root: str, memory: str, threads: int) -> dict[str, Any]:
-    """Read one target's sequences and then all their rounds, as fitting the edge scorer does."""
-    from storage.learning_rounds import RoundShape, recorded_sequences, round_records, shapes_of
+    """What a worker of `jobs/train.py` does: write one target's lessons from the store, and take a few steps on them.
 
-    with closing(connect(root, memory_limit=memory, threads=threads)) as connection:
+    As many sequences are fitted to and held out as prompts are there; the target's embeddings are random; Ray is only
+    imported.
+    """
+    import torch
+
+    from graft_dist.edge_scorer import TdesConfig
+    from graft_dist.learning.tdes import TdesTraining
+    from graft_dist.prompts import TEST_FRACTION, TUNE_FRACTION
+    from jobs.scorer_training import ScorerPlan, train_on_worker
+    from storage.learning_rounds import RoundShape, recorded_sequences, shapes_of
+
+    imports_mib, out = peak_mib(), Path(f"{root}-training")
+    shutil.rmtree(out, ignore_errors=True)  # of a process that was killed
+    snapshot = TrajectoryStore(root).snapshot()
+    with closing(connect(root, memory_limit=memory, threads=threads, snapshot=snapshot)) as connection:
         depth, width, _ = shapes_of(connection, TARGETS[0], DRAFTER)[0]
         shape = RoundShape(depth, width)
         sequences = recorded_sequences(connection, TARGETS[0], DRAFTER, shape)
-        return {"rounds": sum(len(records) for _, records in round_records(connection, TARGETS[0], sequences, shape))}
+    of_test, of_tune = round(20 * TEST_FRACTION), round(20 * TUNE_FRACTION)
+    tune = tuple(each for at, each in enumerate(sequences) if of_test <= at % 20 < of_test + of_tune)
+    fit = tuple(each for at, each in enumerate(sequences) if at % 20 >= of_test + of_tune)
+    training = TdesTraining(steps=TRAINING_STEPS, evaluate_every=TRAINING_STEPS)
+    plan = ScorerPlan(
+        store=root,
+        snapshot=snapshot,
+        slug=TARGETS[0],
+        shape=shape,
+        fit=fit,
+        tune=tune,
+        target="synthetic",
+        revision=None,
+        network=TdesConfig(embedding_size=EMBEDDING_SIZE, draft_depth=depth),
+        training=training,
+        out=out,
+        identity="synthetic",
+        threads=threads,
+        lessons=out / "lessons",
+    )
+    try:
+        train_on_worker(plan, torch.randn(VOCAB_SIZE, EMBEDDING_SIZE))
+        lessons_mb = sum(file.stat().st_size for file in plan.lessons.rglob("*.bin")) / 1e6
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    return {
+        "rounds": sum(each.num_decoded for each in (*fit, *tune)),
+        "lessons_mb": round(lessons_mb, 1),
+        "training_steps": training.steps,
+        "imports_mib": round(imports_mib),
+    }
 
 
 def stream_for_replay(root: str, memory: str, threads: int) -> dict[str, Any]:
@@ -289,14 +344,33 @@ def num_bytes_of(text: str) -> int:
     return int(float(match[1]) * factors[match[2].upper()])
 
 
+def peak_mib() -> float:
+    """The most memory that this process had resident until now: what it holds, and pages of files that it maps."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _watch(done: threading.Event, seen: list[float]) -> None:
+    """Note what this process holds itself, 20 times a second; nothing where there is no /proc."""
+    statm = Path("/proc/self/statm")
+    while statm.exists() and not done.wait(0.05):
+        resident, of_files = (int(pages) for pages in statm.read_text().split()[1:3])
+        seen.append((resident - of_files) * resource.getpagesize() / 2**20)
+
+
 def _child(pipe: Any, limit: int | None, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    done, seen = threading.Event(), [0.0]
+    watch = threading.Thread(target=_watch, args=(done, seen), daemon=True)
+    watch.start()  # before the limit: a thread that finds no memory to start with would be waited for without end
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     started = time.perf_counter()
-    result = function(*arguments)
-    seconds = time.perf_counter() - started
-    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    pipe.send((seconds, time.process_time(), peak_mib, result))
+    try:
+        result = function(*arguments)
+        seconds = time.perf_counter() - started
+    finally:
+        done.set()
+        watch.join()
+    pipe.send((seconds, time.process_time(), peak_mib(), max(seen), result))
 
 
 def measure(
@@ -313,24 +387,25 @@ def measure(
     while not receiver.poll(PROGRESS_S):
         print(f"  {step} ({state}): {time.monotonic() - started:.0f} s so far", flush=True)
     try:
-        seconds, cpu_s, peak_mib, result = receiver.recv()
+        seconds, cpu_s, *memory, result = receiver.recv()
     except EOFError:
         raise SystemExit(f"{step} ({state}) failed; its own message is above") from None
     process.join()
-    return Measured(step, state, round(seconds, 3), round(cpu_s, 3), round(peak_mib, 1), result)
+    return Measured(step, state, round(seconds, 3), round(cpu_s, 3), *(round(mib, 1) for mib in memory), result)
 
 
 def summary(rows: Sequence[Measured], memory: str, process_memory: str) -> str:
     """A table for people."""
     lines = [
         f"DuckDB was given {memory}, each step's whole process {process_memory} (RLIMIT_DATA). Peak: resident, of the "
-        "step's whole process, libraries included.",
+        "step's whole process, libraries and mapped files included; own: what it held without them.",
         "",
     ]
-    lines += ["| step | store | seconds | peak MiB | result |", "|---|---|---:|---:|---|"]
+    lines += ["| step | store | seconds | peak MiB | own MiB | result |", "|---|---|---:|---:|---:|---|"]
     for row in rows:
         result = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in row.result.items())
-        lines.append(f"| {row.step} | {row.state} | {row.seconds:.2f} | {row.peak_mib:.0f} | {result} |")
+        figures = f"{row.seconds:.2f} | {row.peak_mib:.0f} | {row.own_mib:.0f}"
+        lines.append(f"| {row.step} | {row.state} | {figures} | {result} |")
     return "\n".join(lines) + "\n"
 
 
@@ -364,9 +439,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(row)
                 raw.write(json.dumps(asdict(row)) + "\n")
                 raw.flush()
-                print(
-                    f"{row.step} ({row.state}): {row.seconds:.2f} s, {row.peak_mib:.0f} MiB, {row.result}", flush=True
-                )
+                memory_used = f"{row.peak_mib:.0f} MiB ({row.own_mib:.0f} own)"
+                print(f"{row.step} ({row.state}): {row.seconds:.2f} s, {memory_used}, {row.result}", flush=True)
     finally:
         table = summary(rows, options.memory, options.process_memory)
         (options.out / "summary.md").write_text(table, encoding="utf-8")

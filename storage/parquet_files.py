@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from storage.place import Place
 
 _CHUNK_BYTES = 8 << 20  # read at once; of an object, one request
+_BATCH_ROWS = 4096  # decoded at once, some megabytes
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,24 @@ def footer_of(place: Place) -> pq.FileMetaData:
     return pq.read_metadata(place.path, filesystem=place.files)
 
 
-def batches_of(
-    files: Sequence[Place], schema: pa.Schema, rows: pyarrow.dataset.Expression | None = None
-) -> Iterable[pa.RecordBatch]:
-    """The rows of the files in their order, columns that a file lacks as NULL; few of them are in memory at a time."""
-    paths = [file.path for file in files]
-    dataset = pyarrow.dataset.dataset(paths, schema=schema, format="parquet", filesystem=files[0].files)
-    # Arrow's own read-ahead is made for narrow rows: of ours it would hold gigabytes.
-    return dataset.to_batches(filter=rows, batch_size=4096, batch_readahead=2, fragment_readahead=1)
+def batches_of(files: Sequence[Place], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The rows of the files in their order, columns that a file lacks as NULL; nothing is decoded ahead.
+
+    Not a scan of Arrow's datasets: that decodes on while a slow reader is busy, up to a gigabyte.
+    """
+    for place in files:
+        # Of an object all columns are asked for at once, else each would be a request of its own.
+        with pq.ParquetFile(place.path, filesystem=place.files, pre_buffer=not place.is_local) as file:
+            for batch in file.iter_batches(_BATCH_ROWS):
+                yield _in_columns(batch, schema)
+
+
+def _in_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    known = set(batch.schema.names)
+    columns = [
+        batch.column(field.name) if field.name in known else pa.nulls(len(batch), field.type) for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def distinct_rows(files: Sequence[Place], *columns: str) -> set[tuple[str, ...]]:
@@ -97,7 +108,7 @@ def distinct_rows(files: Sequence[Place], *columns: str) -> set[tuple[str, ...]]
         paths = [file.path for file in files]
         schema = pa.schema([(column, pa.string()) for column in columns])
         dataset = pyarrow.dataset.dataset(paths, schema=schema, format="parquet", filesystem=files[0].files)
-        for batch in dataset.to_batches():
+        for batch in dataset.to_batches(cache_metadata=False):  # else the footers of all files are kept
             distinct = pa.Table.from_batches([batch]).group_by(list(columns)).aggregate([])
             found.update(zip(*(distinct[column].to_pylist() for column in columns), strict=True))
     return found

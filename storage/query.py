@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from graft_dist.errors import StoreError
 from storage.place import ObjectReader, Place
-from storage.schema import PARTITION_FIELDS, TABLES
+from storage.schema import PARTITION_COLUMNS, PARTITION_FIELDS, TABLES
 from storage.trajectories import Snapshot, TrajectoryStore
 
 FORMATS = ("table", "csv", "json")
@@ -60,13 +60,14 @@ def connect(
         settings["threads"] = threads
     connection = duckdb.connect(":memory:", config=settings)
     connection.execute("SET TimeZone = 'UTC'")  # the same answer on every machine
-    connection.execute("SET parquet_metadata_cache = true")  # files never change, and there may be thousands
     place = Place.parse(taken.root)
     if not place.is_local:
         connection.register_filesystem(ObjectReader(place.files))
     try:
-        connection.execute(f"CREATE VIEW sequences AS {_select('sequences', taken.sequences_files)}")
-        connection.execute(f"CREATE VIEW rounds_of_all_attempts AS {_select('rounds', taken.rounds_files)}")
+        sequences = _select(connection, "sequences", taken.sequences_files, taken.sequences_columns)
+        rounds = _select(connection, "rounds", taken.rounds_files, taken.rounds_columns)
+        connection.execute(f"CREATE VIEW sequences AS {sequences}")
+        connection.execute(f"CREATE VIEW rounds_of_all_attempts AS {rounds}")
         connection.execute(
             "CREATE VIEW rounds AS SELECT * FROM rounds_of_all_attempts SEMI JOIN sequences USING (unit_id, attempt)"
         )
@@ -146,34 +147,35 @@ def _sql_of(sql_or_name: str) -> str:
     return sql_or_name
 
 
-def _select(table: str, files: tuple[str, ...]) -> str:
-    columns = [*TABLES[table], *PARTITION_FIELDS]
-    typed = ", ".join(f"NULL::{_duckdb_type(column.type)} AS {column.name}" for column in columns)
-    empty = f"SELECT {typed} WHERE false"
+def _select(connection: duckdb.DuckDBPyConnection, table: str, files: tuple[str, ...], in_log: pa.Schema) -> str:
+    """The view of a table; `in_log`: its columns there, which may be fewer than this code knows, or more."""
+    own = [*TABLES[table], *PARTITION_FIELDS]
+    newer = [column for column in in_log if column.name not in {field.name for field in own}]
+    types = _duckdb_types(connection, pa.schema([*own, *newer]))
+    empty = ", ".join(f"NULL::{types[field.name]} AS {field.name}" for field in own)
+    empty = f"SELECT {empty} WHERE false"
     if not files:
         return empty
-    listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
-    # By name on both levels: a file may lack columns of this code, and have columns that this code does not know.
+    columns = ", ".join(
+        f"{_quoted(name)}: {{name: {_quoted(name)}, type: {_quoted(kind)}, default_value: NULL}}"
+        for name, kind in types.items()
+        if name not in PARTITION_COLUMNS
+    )
+    # Told the columns, DuckDB opens files one after another. To find them out itself (`union_by_name`) it opens all of
+    # them each time a view is named, and keeps about a hundred kilobytes of each, whatever its limit.
     return (
-        f"{empty} UNION ALL BY NAME SELECT * FROM read_parquet([{listed}], union_by_name=true, "
-        "hive_partitioning=true, hive_types={'target': VARCHAR, 'date': DATE})"
+        f"{empty} UNION ALL BY NAME SELECT * FROM read_parquet([{', '.join(map(_quoted, files))}], "
+        f"schema=MAP {{{columns}}}, hive_partitioning=true, hive_types={{'target': VARCHAR, 'date': DATE}})"
     )
 
 
-_DUCKDB_TYPES = {
-    pa.string(): "VARCHAR",
-    pa.bool_(): "BOOLEAN",
-    pa.int32(): "INTEGER",
-    pa.int64(): "BIGINT",
-    pa.float32(): "FLOAT",
-    pa.float64(): "DOUBLE",
-    pa.date32(): "DATE",
-    pa.timestamp("us", tz="UTC"): "TIMESTAMPTZ",
-}
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
-def _duckdb_type(kind: pa.DataType) -> str:
-    return f"{_duckdb_type(kind.value_type)}[]" if pa.types.is_list(kind) else _DUCKDB_TYPES[kind]
+def _duckdb_types(connection: duckdb.DuckDBPyConnection, schema: pa.Schema) -> dict[str, str]:
+    empty = connection.from_arrow(schema.empty_table())
+    return dict(zip(empty.columns, map(str, empty.types), strict=True))
 
 
 def _plain(value: Any) -> Any:

@@ -5,9 +5,11 @@ The files stay on disk, and earlier versions readable, until `vacuum`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from datetime import date
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
@@ -39,7 +41,6 @@ def forget_run(log: DeltaTable, folder: Place, aside: Path, run_id: str) -> int:
         StoreError: other upkeep came first; nothing was changed then.
     """
     schema = body_schema(log)
-    others = pc.field("run_id") != run_id
     added, removed = [], []
     for file in live_files(log):
         place = folder / file.path
@@ -47,8 +48,13 @@ def forget_run(log: DeltaTable, folder: Place, aside: Path, run_id: str) -> int:
         if run_id in runs:
             removed.append(removal(file, data_change=True))
             if len(runs) > 1:
-                rows = batches_of([place], schema, others)
+                rows = _without_run(batches_of([place], schema), run_id)
                 added.append(add_rows(folder, aside, file.partition, schema, rows, data_change=True))
     if removed:
         replace_files(log, folder, added, removed)
     return len(removed)
+
+
+def _without_run(batches: Iterable[pa.RecordBatch], run_id: str) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield batch.filter(pc.not_equal(batch.column("run_id"), run_id))

@@ -109,6 +109,8 @@ class Snapshot:
     rounds_version: int
     sequences_files: tuple[str, ...]  # absolute paths or s3:// URIs
     rounds_files: tuple[str, ...]
+    sequences_columns: pa.Schema  # as registered then; a file may lack some of them
+    rounds_columns: pa.Schema
 
     @property
     def name(self) -> str:
@@ -430,18 +432,25 @@ class TrajectoryStore:
             StoreError: for a version that the log does not have.
         """
         # Sequences first: every sequence of this version has its rounds in any version of `rounds` read later.
-        versions, files = {}, {}
-        for table, version in (("sequences", sequences_version), ("rounds", rounds_version)):
-            versions[table], files[table] = self._files_at(table, version)
-        return Snapshot(str(self.root), versions["sequences"], versions["rounds"], files["sequences"], files["rounds"])
+        sequences = self._log_at("sequences", sequences_version)
+        rounds = self._log_at("rounds", rounds_version)
+        return Snapshot(
+            root=str(self.root),
+            sequences_version=-1 if sequences is None else sequences.version(),
+            rounds_version=-1 if rounds is None else rounds.version(),
+            sequences_files=self._names(sequences, "sequences"),
+            rounds_files=self._names(rounds, "rounds"),
+            sequences_columns=pa.schema([]) if sequences is None else _arrow_schema(sequences),
+            rounds_columns=pa.schema([]) if rounds is None else _arrow_schema(rounds),
+        )
 
-    def _files_at(self, table: str, version: int | None) -> tuple[int, tuple[str, ...]]:
+    def _log_at(self, table: str, version: int | None) -> DeltaTable | None:
         if version == -1:
-            return -1, ()
-        log = self._open(table) if version is None else self._log(table, version)
-        if log is None:
-            return -1, ()
-        return log.version(), tuple(str(file) for file in self._files(log, table))
+            return None
+        return self._open(table) if version is None else self._log(table, version)
+
+    def _names(self, log: DeltaTable | None, table: str) -> tuple[str, ...]:
+        return () if log is None else tuple(str(file) for file in self._files(log, table))
 
     # --------------------------------------------------------------- upkeep
 

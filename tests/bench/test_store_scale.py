@@ -24,8 +24,9 @@ def test_every_step_leaves_a_row(tmp_path: Path) -> None:
     by_step = {(row["step"], row["state"]): row["result"] for row in rows}
     written = by_step["write", "empty"]["rounds"]
     assert written >= 2000
-    streamed = by_step["stream for training", "merged"]
-    assert 0 < streamed["rounds"] < written and by_step["stream for replay", "merged"] == streamed
+    learned, replayed = by_step["stream for training", "merged"], by_step["stream for replay", "merged"]
+    assert 0 < learned["rounds"] < replayed["rounds"] < written
+    assert learned["lessons_mb"] > 0 and learned["training_steps"] == 20 and not list(tmp_path.glob("*-training"))
     assert by_step["query: runs", "merged"] == {"rows": 8}
     assert by_step["forget a run", "merged"]["files"] == 2 and by_step["forget two days", "merged"]["files"] == 6
     table = (tmp_path / "out" / "summary.md").read_text()

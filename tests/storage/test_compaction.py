@@ -1,5 +1,9 @@
 """Compaction changes files, never rows, whoever else writes at the same time."""
 
+import zlib
+
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
@@ -7,6 +11,8 @@ from deltalake import DeltaTable
 from graft_dist.errors import StoreError
 from storage import TrajectoryStore, connect
 from storage.compaction import compact_table, live_files
+from storage.parquet_files import batches_of
+from storage.place import Place
 from tests.storage.records import DATASET, committed_units, write_unit
 
 
@@ -90,3 +96,19 @@ def test_compacting_twice_does_nothing_the_second_time(store):
     before = store.snapshot()
     result = store.compact()
     assert store.snapshot() == before and result.num_files_before == result.num_files_after == 2
+
+
+def test_what_is_read_for_merging_is_not_decoded_ahead_of_a_slow_writer(tmp_path):
+    """It would pile up, until all of it is in memory."""
+    schema = pa.schema([("values", pa.list_(pa.int32()))])
+    values = np.random.default_rng(0).integers(0, 1 << 30, (4096, 16), np.int32)
+    lists = pa.ListArray.from_arrays(np.arange(0, values.size + 1, 16, np.int32), values.ravel())
+    files = [Place.parse(tmp_path / f"{index}.parquet") for index in range(40)]
+    for file in files:
+        pq.write_table(pa.table([lists], schema=schema), file.path)
+    before, held, num_rows = pa.total_allocated_bytes(), [], 0
+    for batch in batches_of(files, schema):
+        zlib.compress(batch.column("values").flatten().to_numpy())
+        held.append(pa.total_allocated_bytes() - before)
+        num_rows += batch.num_rows
+    assert num_rows == len(values) * len(files) and max(held) < 10 * values.nbytes  # of forty
