@@ -49,7 +49,10 @@ def test_there_are_prompts_enough_of_every_split_for_each_retraining() -> None:
     first, second = _request([]).num_prompts
     assert len(fresh) > first + second
     # The gate judges v2 by the prompts of both.
-    for some, least in ((fresh[:first], {"fit": 20, "tune": 4, "test": 5}), (fresh[: first + second], {"test": 20})):
+    for some, least in (
+        (fresh[:first], {"fit": 20, "tune": 4, "test": 5}),
+        (fresh[: first + second], {"fit": 80, "tune": 15, "test": 20}),
+    ):
         splits = Counter(learning_split(prompt.turns) for prompt in some)
         assert all(splits[split] >= number for split, number in least.items()), splits
         tasks = Counter(prompt.task for prompt in some)
