@@ -72,7 +72,10 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
                 result = _work(request, prompts, store, pool, models, stop, failpoint)
                 figures = _conclude(result, len(prompts), store)
         if request.summary is not None:
-            _write_summary(request, models, figures)
+            try:
+                _write_summary(request, models, figures)
+            except OSError as error:  # the run itself is over and committed, and keeps its exit code
+                say(f"the summary cannot be written to {request.summary} ({error.strerror})")
         return int(figures["exit_code"])
     finally:
         for number, handler in handlers.items():

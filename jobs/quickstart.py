@@ -197,7 +197,7 @@ def _request(argv: Sequence[str] | None) -> QuickstartRequest:
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--budget", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=24)
     options = parser.parse_args(argv)
     return QuickstartRequest(
         config=options.config.resolve(),

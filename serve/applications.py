@@ -215,13 +215,17 @@ def _token() -> str | None:
     if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
         return None
     token = os.environ.get("RAY_AUTH_TOKEN", "").strip()
-    if token:
-        return token
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
-    try:
-        return file.read_text(encoding="utf-8").strip() or None
-    except OSError:
-        return None
+    if not token:
+        file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+        try:
+            token = file.read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is no text: Ray's token is expected there") from error
+    if len(token.split()) > 1:
+        raise ConfigError("Ray's token has blanks or line breaks within: it should be one word")
+    return token or None
 
 
 def _last_line(text: str) -> str:
