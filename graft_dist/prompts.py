@@ -91,21 +91,24 @@ def render(
     Several turns stand one after the other as user messages, since the answers between them are not known.
     `enable_thinking` is handed to the template only when it is given. Raises `PromptError` when the template refuses.
     """
-    messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    messages += [{"role": "user", "content": turn} for turn in prompt.turns]
-    return render_messages(tokenizer, messages, enable_thinking, what=f"prompt {prompt.id!r}")
+    messages = [{"role": "user", "content": turn} for turn in prompt.turns]
+    return render_messages(tokenizer, messages, system_prompt, enable_thinking, what=f"prompt {prompt.id!r}")
 
 
 def render_messages(
     tokenizer: ChatTokenizer,
     messages: list[dict[str, str]],
+    system_prompt: str | None = None,
     enable_thinking: bool | None = None,
     what: str = "the conversation",
 ) -> list[int]:
     """The token ids that the target continues after `messages`, which have a role and a content each.
 
-    Raises `PromptError`, which calls them `what`, when the template refuses.
+    They have no system message: that is `system_prompt`. Raises `PromptError`, which calls them `what`, when the
+    template refuses.
     """
+    if system_prompt is not None:
+        messages = [{"role": "system", "content": system_prompt}, *messages]
     options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     try:
         ids = tokenizer.apply_chat_template(

@@ -152,9 +152,10 @@ class Trial:
         """Compare two arms, with a bootstrap over prompts."""
         ours, theirs = self._of(arm, task), self._of(baseline, task)
         random = np.random.default_rng(seed)
-        draws = [random.integers(len(ours), size=len(ours)) for _ in range(_DRAWS)]
+        draws = (random.integers(len(ours), size=len(ours)) for _ in range(_DRAWS))
         whole = ours.sum(axis=0), theirs.sum(axis=0)
-        drawn = tuple(np.stack([rows[draw].sum(axis=0) for draw in draws]) for rows in (ours, theirs))
+        sums = np.array([(ours[draw].sum(axis=0), theirs[draw].sum(axis=0)) for draw in draws])
+        drawn = sums[:, 0], sums[:, 1]
         rate, mat, mismatch = (
             _interval(measure(*whole), measure(*drawn)) for measure in (_rate_ratio, _mat_ratio, _mismatch_difference)
         )

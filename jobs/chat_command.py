@@ -72,9 +72,8 @@ class _Conversation:
         return messages[start:], token_ids
 
     def _render(self, messages: list[Message]) -> list[int]:
-        system = self._config.system_prompt
-        first = [] if system is None else [{"role": "system", "content": system}]
-        return render_messages(self._engine.target.tokenizer, [*first, *messages], self._config.enable_thinking)
+        config = self._config
+        return render_messages(self._engine.target.tokenizer, messages, config.system_prompt, config.enable_thinking)
 
     def _leaves_room(self, num_tokens: int) -> bool:
         """Whether a whole answer fits behind so many tokens; one that may be very long, to a quarter of the context."""

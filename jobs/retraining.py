@@ -36,7 +36,7 @@ from jobs.policy_training import run as train
 from jobs.ray_pool import PoolSettings
 from jobs.retraining_report import write_report
 from jobs.run_retention import empty_old_runs
-from jobs.run_steps import Ends, Results, Step, StepBrokenOffError, StepFailedError, Stopped, run_steps
+from jobs.run_steps import Ends, Results, Step, StepBrokenOffError, StepFailedError, Stopped, one_line, run_steps
 from jobs.traffic_prompts import TrafficPrompts
 from storage.place import Place
 from storage.registry import CHAMPION, Registry
@@ -75,7 +75,7 @@ class RetrainRequest:
     def leases(self) -> list[Path]:
         """What a run of the target holds: runs that meet in the folder of runs, or in a local store, are kept apart."""
         found = [self.runs / "lease.json"]
-        if "://" not in self.store or self.store.startswith("file://"):
+        if "://" not in self.store or self.store.startswith("file://"):  # parsing a bucket's name would ask the network
             found.append(Place.parse(self.store).local / "_leases" / f"{self.config.slug}.json")
         return found
 
@@ -336,7 +336,7 @@ class _Job:
             try:
                 done[name] = part()
             except Exception as error:  # whatever it is, it must not hide what the run has decided
-                what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                what = one_line(error)
                 say(f"clean: left for the next run, {what}")
                 done.setdefault("skipped", []).append(what)
         return done

@@ -107,8 +107,12 @@ def _named(step: str) -> Iterator[None]:
         code = error.code if isinstance(error.code, int) else 1
         raise StepBrokenOffError(f"stopped at step {step}: it was told to end", code) from error
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise StepBrokenOffError(f"failed at step {step}: {what}", 1) from error
+        raise StepBrokenOffError(f"failed at step {step}: {one_line(error)}", 1) from error
+
+
+def one_line(error: Exception) -> str:
+    """An error that nobody foresaw, for the end of a line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _do(step: Step, results: Results) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from graft_dist.errors import StoreError
 from storage.place import Place
-from storage.query import connect
+from storage.query import connect, quoted
 from storage.schema import PARTITION_COLUMNS
 from storage.trajectories import TrajectoryStore
 
@@ -58,9 +58,8 @@ def _write_tree(source: str, aside: Path) -> None:
             folder = aside / table
             folder.mkdir()
             partitions = ", ".join(PARTITION_COLUMNS)
-            target = str(folder).replace("'", "''")
             connection.execute(
-                f"COPY (SELECT * FROM {table} ORDER BY {partitions}, {order}) TO '{target}' "
+                f"COPY (SELECT * FROM {table} ORDER BY {partitions}, {order}) TO {quoted(str(folder))} "
                 f"(FORMAT parquet, COMPRESSION zstd, PARTITION_BY ({partitions}), OVERWRITE_OR_IGNORE)"
             )
 

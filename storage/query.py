@@ -157,19 +157,20 @@ def _select(connection: duckdb.DuckDBPyConnection, table: str, files: tuple[str,
     if not files:
         return empty
     columns = ", ".join(
-        f"{_quoted(name)}: {{name: {_quoted(name)}, type: {_quoted(kind)}, default_value: NULL}}"
+        f"{quoted(name)}: {{name: {quoted(name)}, type: {quoted(kind)}, default_value: NULL}}"
         for name, kind in types.items()
         if name not in PARTITION_COLUMNS
     )
     # Told the columns, DuckDB opens files one after another. To find them out itself (`union_by_name`) it opens all of
     # them each time a view is named, and keeps about a hundred kilobytes of each, whatever its limit.
     return (
-        f"{empty} UNION ALL BY NAME SELECT * FROM read_parquet([{', '.join(map(_quoted, files))}], "
+        f"{empty} UNION ALL BY NAME SELECT * FROM read_parquet([{', '.join(map(quoted, files))}], "
         f"schema=MAP {{{columns}}}, hive_partitioning=true, hive_types={{'target': VARCHAR, 'date': DATE}})"
     )
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A text as SQL writes it."""
     return "'" + text.replace("'", "''") + "'"
 
 
