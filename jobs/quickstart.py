@@ -88,7 +88,9 @@ def collect(request: QuickstartRequest) -> None:
         _title("Submitting the collect job")
         print(f"ray job submit --address {head.dashboard_url} --working-dir . -- {entrypoint}", flush=True)
         client = job_client(head.dashboard_url)
-        job = client.submit_job(entrypoint=entrypoint, runtime_env={"working_dir": str(REPOSITORY)})
+        # The bars of the built-in target's conversion, drawn by both actors, would bury the progress.
+        runtime_env = {"working_dir": str(REPOSITORY), "env_vars": {"TQDM_DISABLE": "1"}}
+        job = client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env)
         details = follow(client, job)
         if details.driver_exit_code != 0:
             raise GraftError(f"the collect job ended as {details.status} with exit code {details.driver_exit_code}")
