@@ -6,6 +6,7 @@ What it does is its own business: one that fails, hangs or is not there is a lin
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from jobs.schedule import ScheduledTarget
 from jobs.schedule_state import Attempt
 
 TIMEOUT_S = 30.0
-"""The scheduler waits for the command, and ends it after so long."""
+"""The scheduler waits for the command, and ends it with all that it has started after so long."""
 
 
 def tell(target: ScheduledTarget, attempt: Attempt, say: Callable[[str], None]) -> None:
@@ -22,20 +23,20 @@ def tell(target: ScheduledTarget, attempt: Attempt, say: Callable[[str], None]) 
     if command is None:
         return
     try:
-        done = subprocess.run(
-            command,
-            env=os.environ | _facts(attempt),
-            stdin=subprocess.DEVNULL,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        say(f"{target.slug}: on_failure was ended after {TIMEOUT_S:g} s")
+        environment = os.environ | _facts(attempt)
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
     except (OSError, ValueError) as error:  # ValueError: a null character
         say(f"{target.slug}: on_failure could not be started ({error})")
+        return
+    try:
+        code = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        say(f"{target.slug}: on_failure was ended after {TIMEOUT_S:g} s")
     else:
-        if done.returncode != 0:
-            say(f"{target.slug}: on_failure ended with exit code {done.returncode}")
+        if code != 0:
+            say(f"{target.slug}: on_failure ended with exit code {code}")
 
 
 def _facts(attempt: Attempt) -> dict[str, str]:

@@ -66,8 +66,11 @@ class Lease:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            return self._take()
         except OSError as error:
-            raise GraftError(f"the folder {self.path.parent} cannot be made ({error.strerror})") from error
+            raise GraftError(f"the lease {self.path} cannot be written ({error.strerror or error})") from error
+
+    def _take(self) -> Holder | None:
         with self._lock:
             holder, now = self._read(), self._clock()
             if holder is not None and self._is_alive(holder, now):

@@ -191,7 +191,7 @@ class _Job:
         actions = (
             self.choose, self.collect, self.compact, self.train, self.evaluate, self.decide, self.report, self.clean,
         )  # fmt: skip
-        return [Step(action.__name__, action) for action in actions]
+        return [Step(action.__name__, _gone_on_with(action)) for action in actions]
 
     def choose(self, results: Results) -> Any:
         """Look whether acceptance has drifted, choose the prompts, and write them down."""
@@ -315,14 +315,17 @@ class _Job:
         }
         line, path = decided["line"], self.folder / "report.html"
         try:
+            write_report(path, self.slug, version, line, results, self.folder / "training")
             registry = self._registry()
             registry.tag(self.slug, version, tags)
-            report = write_report(path, self.slug, version, line, results, self.folder / "training")
-            registry.log_report(self.slug, version, report)
-        except RegistryError as error:  # the run must not end as failed: its decision holds
+            registry.log_report(self.slug, version, path)
+        except RegistryUnavailableError as error:  # the run must not end as failed: its decision holds
             done = f"v{version} is promoted" if decided["is_promoted"] else f"v{version} is not promoted"
             raise Stopped(f"{done}, but its tags and report are not all kept: {error}", EXIT_FAILED) from error
-        return {"report": str(report)}
+        except RegistryError as error:  # somebody has deleted the version, say: no later start could do better
+            say(f"report: not all kept, {error}")
+            return {"report": str(path) if path.exists() else None, "skipped": str(error)}
+        return {"report": str(path)}
 
     def clean(self, results: Results) -> Any:
         """Delete what the retention rule lets go; what cannot be deleted now goes at the next run's end."""
@@ -375,6 +378,18 @@ class _Job:
 
     def _registry(self) -> Registry:
         return Registry(self.request.tracking_uri)
+
+
+def _gone_on_with(action: Callable[[Results], Any]) -> Callable[[Results], Any]:
+    """The step, broken off and not failed where the registry is away: the next start may find it back."""
+
+    def attempt(results: Results) -> Any:
+        try:
+            return action(results)
+        except RegistryUnavailableError as error:
+            raise Stopped(str(error), EXIT_FAILED) from error
+
+    return attempt
 
 
 def _evidence(evaluated: Mapping[str, Any]) -> tuple[Evidence, Evidence | None]:

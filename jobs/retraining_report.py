@@ -25,8 +25,8 @@ td:first-child, th:first-child { text-align: left } figure { margin: 1rem 0 } im
 """
 
 
-def write_report(path: Path, slug: str, version: int, line: str, results: Mapping[str, Any], training: Path) -> Path:
-    """Write the page, with the plots of the training run's folder; returns its path."""
+def write_report(path: Path, slug: str, version: int, line: str, results: Mapping[str, Any], training: Path) -> None:
+    """Write the page, with the plots of the training run's folder."""
     evaluated = results["evaluate"]
     is_promoted = line.startswith("promoted")
     parts = [
@@ -47,7 +47,6 @@ def write_report(path: Path, slug: str, version: int, line: str, results: Mappin
         f"<title>{escape(slug)} v{version}</title><style>{_STYLE}</style><body>{''.join(parts)}</body></html>\n"
     )
     write_aside(path, page)
-    return path
 
 
 _KINDS = {".png": "image/png", ".svg": "image/svg+xml"}

@@ -45,6 +45,7 @@ METRIC_TAG = "graft.metric."
 _POLICY_PATH = "artifacts/policy"  # of the policy's folder inside the MLflow model
 _REACH_TIMEOUT_S = 5.0
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow says the latter of a missing alias
+_REFUSALS = (*_ABSENT, "RESOURCE_ALREADY_EXISTS", "BAD_REQUEST")  # asked again, MLflow will say the same
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,10 @@ class Registry:
 
     @contextlib.contextmanager
     def said(self, what: str) -> Iterator[None]:
-        """Turn what goes wrong in MLflow, its database or the network into one sentence."""
+        """Turn what goes wrong in MLflow, its database or the network into one sentence.
+
+        A `RegistryUnavailableError`, unless MLflow has answered that it refuses.
+        """
         try:
             yield
         except RegistryError:
@@ -363,8 +367,10 @@ class Registry:
         except Exception as error:
             if not _is_of_mlflow(error):
                 raise
+            is_refused = getattr(error, "error_code", None) in _REFUSALS
+            kind = RegistryError if is_refused else RegistryUnavailableError
             reason = " ".join(str(error).split())[:300]
-            raise RegistryUnavailableError(f"the registry {self.tracking_uri} cannot be {what}: {reason}") from error
+            raise kind(f"the registry {self.tracking_uri} cannot be {what}: {reason}") from error
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -59,3 +60,22 @@ def test_one_that_fails_hangs_or_is_not_there_is_a_line(tmp_path: Path, monkeypa
     assert "null" in line
     monkeypatch.setattr(failure_hook, "TIMEOUT_S", 0.1)
     assert told("sleep", "60") == ["tiny: on_failure was ended after 0.1 s"]
+
+
+def test_one_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "child"
+    monkeypatch.setattr(failure_hook, "TIMEOUT_S", 1.0)
+    (line,) = told("sh", "-c", f"sleep 60 & echo $! > {file}; wait")
+    assert line == "tiny: on_failure was ended after 1 s"
+    child, deadline = Path(f"/proc/{file.read_text().strip()}"), time.monotonic() + 30
+    while not _has_ended(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _has_ended(process: Path) -> bool:
+    """An orphan that nobody has waited for stays as a zombie."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

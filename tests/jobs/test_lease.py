@@ -60,8 +60,14 @@ def test_a_damaged_file_does_not_lock_everyone_out(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(GraftError, match=r"the folder .* cannot be made"):
+    with pytest.raises(GraftError, match=r"the lease .* cannot be written"):
         Lease(tmp_path / "file" / "x" / "lease.json", "one").acquire()
+
+
+def test_a_lock_that_cannot_be_opened_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "lease.json.lock").mkdir()
+    with pytest.raises(GraftError, match=r"the lease .* cannot be written \("):
+        Lease(tmp_path / "lease.json", "one").acquire()
 
 
 def test_of_many_that_find_a_stale_lease_one_gets_it(tmp_path: Path) -> None:

@@ -117,6 +117,8 @@ def test_a_run_that_has_ended_says_the_same_again(
         ("collect", KeyboardInterrupt(), 130, "stopped at step collect: it was interrupted"),
         ("train", SystemExit(143), 143, "stopped at step train: it was told to end"),
         ("train", OSError(28, "No space left"), 1, "failed at step train: OSError: [Errno 28] No space left"),
+        ("train", RegistryUnavailableError("the registry is away"), 1, "stopped at step train: the registry is away"),
+        ("evaluate", RegistryUnavailableError("it is away"), 1, "stopped at step evaluate: it is away"),
         ("evaluate", ClusterBusyError("there was no room"), 1, "stopped at step evaluate: there was no room"),
         (
             "promote",
@@ -132,9 +134,9 @@ def test_a_run_that_has_ended_says_the_same_again(
         ),
         (
             "log_report",
-            RegistryError("version 1 is gone"),
+            RegistryUnavailableError("the registry is away"),
             1,
-            "stopped at step report: v1 is promoted, but its tags and report are not all kept: version 1 is gone",
+            "stopped at step report: v1 is promoted, but its tags and report are not all kept: the registry is away",
         ),
     ],
 )
@@ -181,6 +183,20 @@ def test_a_promotion_that_is_refused_ends_the_run(
     assert run("1") == 1
     assert last_line(capsys) == "retrain: failed at step decide: the champion is another now"
     assert records(tmp_path, "1")["end"]["exit_code"] == 1 and not loop.tags
+
+
+@pytest.mark.parametrize("call", ["tag", "log_report"])
+def test_a_version_that_somebody_has_deleted_does_not_keep_the_run_from_its_end(
+    call: str, run: Run, loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No later start could do better, and the next run of the target would never come."""
+    loop.trouble[call] = RegistryError("version 1 is gone")
+    assert run("1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "retrain: report: not all kept, version 1 is gone" in lines
+    assert lines[-1].startswith("retrain: promoted v1")
+    found = records(tmp_path, "1")
+    assert found["report"]["skipped"] == "version 1 is gone" and Path(found["report"]["report"]).is_file()
 
 
 def test_a_promotion_is_not_repeated_for_the_sake_of_its_tags(run: Run, loop: Loop) -> None:

@@ -83,6 +83,20 @@ def test_fetch_copies_once_and_mends_its_copy(registry: Registry, tmp_path: Path
         assert registry.fetch_reference(reference) == copy
 
 
+def test_what_mlflow_refuses_is_not_taken_for_an_outage(registry: Registry, tmp_path: Path) -> None:
+    """Whoever waits for the registry to come back would wait for good."""
+    version = registry.register(make_folder(tmp_path / "policy", "{}"), "deleted")
+    registry.client.delete_model_version("graft-deleted", str(version))
+    for refused in (
+        lambda: registry.tag("deleted", version, {"graft.gate": "kept"}),
+        lambda: registry.log_report("deleted", version, tmp_path / "policy" / "policy.json"),
+        lambda: registry.fetch("deleted", version),
+    ):
+        with pytest.raises(RegistryError) as refusal:
+            refused()
+        assert refusal.type is RegistryError
+
+
 @pytest.mark.parametrize(
     ("reference", "sentence"),
     [
