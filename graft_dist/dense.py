@@ -38,6 +38,9 @@ def dense_rounds(
 ) -> list[RoundRecord]:
     """One round of kind "dense" for every output token but the last, whose continuation nobody knows.
 
+    None, as in decoding, where the drafter's block would end beyond its `max_positions`, and where its proposal is not
+    finite.
+
     The round at root position i (prompt included) holds the drafter's candidates for positions i+1 .. i+D,
     `followed`: the tokens that came there (fewer than D near the end), and for each of them the target's raw logits
     over the candidates and their log-sum-exp over the vocabulary, given the true tokens before. `round_index` counts
@@ -48,20 +51,25 @@ def dense_rounds(
     """
     token_ids = [*prompt_token_ids, *output_token_ids]
     first, last = len(prompt_token_ids), len(token_ids) - 1  # roots: first .. last - 1
-    if first >= last:
+    end = min(last, drafter.max_positions - drafter.draft_depth)  # of the roots that can be drafted from
+    if first >= end:
         return []
+    num_candidates = min(num_candidates, target.vocab_size)
     positions = torch.arange(last, device=target.device)[None]
     ids = torch.tensor([token_ids[:last]], device=target.device)
     output = target.forward(ids, positions, None, None, drafter.target_layer_ids, positions[0, first:])
     logsumexp = torch.cat([rows.float().logsumexp(dim=-1) for rows in output.logits.split(ANCHORS_AT_ONCE)])
     context = drafter.model.context_key_values(output.features, positions)
     records: list[RoundRecord] = []
-    for start in range(first, last, ANCHORS_AT_ONCE):
-        anchors = range(start, min(start + ANCHORS_AT_ONCE, last))
+    for start in range(first, end, ANCHORS_AT_ONCE):
+        anchors = range(start, min(start + ANCHORS_AT_ONCE, end))
         proposal = draft_blocks(drafter, context, [token_ids[anchor] for anchor in anchors], anchors, num_candidates)
         conf, degen = confidences(proposal.log_probs), degenerations(proposal.hidden)
         hidden = None if projection is None else projected(proposal.hidden, projection)
+        is_usable = np.all(proposal.log_probs < np.inf, axis=(1, 2))  # also false of NaN
         for row, anchor in enumerate(anchors):
+            if not is_usable[row]:
+                continue
             followed = token_ids[anchor + 1 : anchor + 1 + drafter.draft_depth]
             known = slice(anchor - first, anchor - first + len(followed))
             chosen = torch.from_numpy(proposal.candidate_ids[row, : len(followed)].astype(np.int64)).to(target.device)

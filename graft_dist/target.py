@@ -178,7 +178,7 @@ def locate(spec: str, cache_dir: Path | str | None = None) -> str:
     root = Path(cache_dir) if cache_dir is not None else Path(platformdirs.user_cache_dir("graft-dist"))
     folder = root / f"{name}-{distribution.version}-{gguf.stat().st_size}"
     if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):  # of several processes one converts and the others wait
             if not (folder / "config.json").is_file():
                 _convert(gguf, folder)

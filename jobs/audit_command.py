@@ -19,7 +19,7 @@ from jobs.arm_decoder import policy_of
 from jobs.generate_command import new_maker, report_failures, to_requests
 from jobs.out_file import check_out_file, to_json, write_aside
 from jobs.policy_option import Learned, caps_of
-from jobs.provenance import provenance, public_config
+from jobs.provenance import file_identity, provenance, public_config
 
 
 def run_audit(  # noqa: PLR0913 - one argument is one option of the command
@@ -32,6 +32,7 @@ def run_audit(  # noqa: PLR0913 - one argument is one option of the command
     near_tie: float,
     out: Path | None,
     learned: Learned,
+    prompt_file: Path,
 ) -> int:
     """Audit the methods; returns the exit code: 0 if all are lossless, 1 for a bug, a failed prompt, an empty test."""
     if out is not None:
@@ -64,8 +65,10 @@ def run_audit(  # noqa: PLR0913 - one argument is one option of the command
         print(render_report(reports[-1], target.tokenizer), flush=True)
     exit_code = report_failures(failed)
     if out is not None:
-        settings = {"config": public_config(config), "sampling": asdict(params), "slots": slots}
-        settings["policy_fingerprint"] = learned.fingerprint
+        settings = {"config": public_config(config), "sampling": asdict(params), "slots": slots, "near_tie": near_tie}
+        settings |= {"dtype": target.dtype_name, "prompt_file": file_identity(prompt_file)}
+        settings |= {"target_fingerprint": target.fingerprint, "policy_fingerprint": learned.fingerprint}
+        settings |= {"drafter_fingerprint": None if drafter is None else drafter.fingerprint}
         content = {"settings": settings, **provenance(), "reports": [asdict(report) for report in reports]}
         write_aside(out, to_json(content))
     return 0 if exit_code == 0 and all(report.passed for report in reports) else 1

@@ -39,7 +39,7 @@ from jobs.bench_folder import BenchFolder
 from jobs.generate_command import new_maker, report_failures, to_requests
 from jobs.out_file import make_out_folder
 from jobs.policy_option import Learned, caps_of
-from jobs.provenance import commit, machine, provenance, public_config
+from jobs.provenance import commit, file_identity, machine, provenance, public_config
 
 
 def run_bench(  # noqa: PLR0913 - each argument is one option of the command
@@ -64,7 +64,7 @@ def run_bench(  # noqa: PLR0913 - each argument is one option of the command
     arms = arms_for(methods, budgets, drafter.draft_depth if drafter else 0, caps_of(learned))
     folder = BenchFolder(out, arms)
     settings = _settings(config, prompts, arms, params, target, drafter)
-    settings |= {"policy_fingerprint": learned.fingerprint, "prompt_file": _identity(prompt_file)}
+    settings |= {"policy_fingerprint": learned.fingerprint, "prompt_file": file_identity(prompt_file)}
     folder.open(settings, provenance() | _cost_of(maker, methods))
     requests, failed = to_requests(prompts, target.tokenizer, config)
     decode = ArmDecoder(config, target, drafter, arms, params, maker).answer
@@ -119,11 +119,6 @@ def _settings(
         "cpu": machine()["cpu"],
         "commit": commit(),
     }
-
-
-def _identity(file: Path) -> dict[str, str]:
-    """A file by its name and contents: where it lay is nobody's business, and says nothing to anyone else."""
-    return {"name": file.name, "sha256": hashlib.sha256(file.expanduser().read_bytes()).hexdigest()}
 
 
 def _progress_line(num_done: int, total: int, request: Request, measured: Sequence[Measurement]) -> str:

@@ -320,7 +320,7 @@ def audit(
     _prepare_torch(settings, threads)
     from jobs.audit_command import run_audit
 
-    raise typer.Exit(run_audit(settings, found, names, chosen, params, slots, near_tie, out, learned))
+    raise typer.Exit(run_audit(settings, found, names, chosen, params, slots, near_tie, out, learned, prompts))
 
 
 @app.command()

@@ -70,7 +70,7 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
                 models = pool.start()[0].models
                 say(f"{pool.num_workers} actors ready, each with {request.num_slots} slots and {_models_line(models)}")
                 result = _work(request, prompts, store, pool, models, stop, failpoint)
-                figures = _conclude(result, len(prompts), store)
+                figures = _conclude(result, len(prompts), store, models.identity(request.spec))
         if request.summary is not None:
             try:
                 _write_summary(request, models, figures)
@@ -157,9 +157,15 @@ def _preflight(
         say(f"{expected.line()} for {store.root}")
 
 
-def _conclude(result: RunResult, num_prompts: int, store: TrajectoryStore | None) -> dict[str, Any]:
+def _conclude(result: RunResult, num_prompts: int, store: TrajectoryStore | None, run_id: str) -> dict[str, Any]:
     """Say how the run ended. Returns what was said, under the names that it has in a summary."""
     tally, figures = result.committed, _figures(result, num_prompts)
+    of_run = (tally.num_sequences, tally.num_errors)
+    if result.ending is Ending.COMPLETE:
+        if store is not None:
+            of_run = _count_sequences(store, run_id)
+        if 0 < of_run[0] == of_run[1]:
+            figures["exit_code"] = Ending.PARTIAL.value
     say(
         f"{result.ending.label} after {result.elapsed_s:.1f} s: {tally.num_sequences} sequences "
         f"({tally.num_errors} of them errors) in {result.num_units_committed} units, {tally.num_tokens:,} tokens, "
@@ -177,18 +183,18 @@ def _conclude(result: RunResult, num_prompts: int, store: TrajectoryStore | None
     if store is not None:
         figures["snapshot"] = store.snapshot().name
         say(f"store {store.root} is now {figures['snapshot']}")
+    if of_run[0] > tally.num_sequences:
+        say(f"with what was there already {of_run[0]} sequences of this run ({of_run[1]} of them errors)")
     if figures["exit_code"] != result.ending.value:
         say("not one prompt could be answered")
     return figures
 
 
 def _figures(result: RunResult, num_prompts: int) -> dict[str, Any]:
-    tally, code = result.committed, result.ending.value
-    if result.ending is Ending.COMPLETE and 0 < tally.num_sequences == tally.num_errors:
-        code = Ending.PARTIAL.value  # not one prompt could be answered
+    tally = result.committed
     return {
         "ending": result.ending.label,
-        "exit_code": code,
+        "exit_code": result.ending.value,
         "message": result.message,
         "seconds": result.elapsed_s,
         "prompts": num_prompts,
@@ -233,6 +239,14 @@ def committed_sequences(store: TrajectoryStore, run_id: str) -> set[str]:
     with connect_store(str(store.root), threads=1) as connection:
         rows = connection.execute("SELECT sequence_id FROM sequences WHERE run_id = ?", [run_id]).fetchall()
     return {row[0] for row in rows}
+
+
+def _count_sequences(store: TrajectoryStore, run_id: str) -> tuple[int, int]:
+    """How many sequences this run has committed by now, earlier starts included, and how many of them are errors."""
+    sql = "SELECT count(*), count(error) FROM sequences WHERE run_id = ?"
+    with connect_store(str(store.root), threads=1) as connection:
+        (counts,) = connection.execute(sql, [run_id]).fetchall()
+    return counts
 
 
 class StoreLog:

@@ -221,7 +221,12 @@ class Collector:
         unit = self._units[unit_id]
         rounds = list(sequence.rounds)
         if self.dense is not None and record.error is None:
-            rounds += self.dense(record)
+            try:
+                rounds += self.dense(record)
+            except FATAL_ERRORS:
+                raise
+            except Exception as error:  # of this sequence alone; its neighbours go on
+                record = replace(record, error=f"its dense rounds could not be made ({type(error).__name__}: {error})")
         unit.records[record.sequence_id], unit.rounds[record.sequence_id] = record, rounds
         unit.num_left -= 1
         self._progress += Tally(num_sequences=1, num_errors=int(record.error is not None))

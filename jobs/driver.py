@@ -341,7 +341,7 @@ class Driver:
 
     def _hopeless(self) -> str | None:
         """Why no unit will ever succeed, once that is clear."""
-        if self._finished.num_sequences:
+        if self._finished.num_sequences > self._finished.num_errors:  # units of bad lines alone prove nothing
             return None
         for error, unit_ids in self._first_errors.items():
             if len(unit_ids) >= self.settings.fail_fast:

@@ -5,6 +5,7 @@ Works anywhere; what cannot be found out is None.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -44,6 +45,11 @@ def without_folder(argument: str) -> str:
     return f"{option}={Path(value).name}" if option else Path(value).name
 
 
+def file_identity(file: Path) -> dict[str, str]:
+    """A file by its name and contents: where it lay is nobody's business, and says nothing to anyone else."""
+    return {"name": file.name, "sha256": hashlib.sha256(file.expanduser().read_bytes()).hexdigest()}
+
+
 def public_config(config: TargetConfig) -> dict[str, Any]:
     """A configuration as JSON, with models that lie in folders by the folders' names."""
     where = {"target": without_folder(config.target), "drafter": without_folder(config.drafter)}
@@ -54,7 +60,7 @@ def machine() -> dict[str, Any]:
     """The hardware that decides speed. `torch_threads` is what this process uses."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "platform": platform.platform(),
+        "platform": "-".join(filter(None, (platform.system(), platform.machine(), *platform.libc_ver()))),
         "cpu": cpu_name(),
         "num_cpus": os.cpu_count(),
         "memory_gb": _memory_gb(),

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from graft_dist.dense import ANCHORS_AT_ONCE, dense_rounds
-from graft_dist.drafter import DFlashDrafter, DFlashModel
+from graft_dist import dense
+from graft_dist.dense import ANCHORS_AT_ONCE, dense_rounds, draft_blocks
+from graft_dist.drafter import DFlashDrafter, DFlashModel, DraftProposal
 from graft_dist.edge_scorer import hidden_projection
 from graft_dist.target import Target
 from tests.conftest import tiny_drafter_config
@@ -101,3 +102,30 @@ def test_a_dense_round_has_no_tree_and_no_timings(tiny_llama: Target, drafter: D
     assert (len(record.tree_tokens), record.budget, record.num_tokens, record.verify_ns, record.is_mismatch) == (
         0, 0, 0, 0, False,
     )  # fmt: skip
+
+
+def test_there_is_none_where_decoding_would_not_draft(
+    tiny_llama: Target, drafter: DFlashDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that ends beyond the drafter's positions is left out, one that has no finite scores too."""
+    output, limit = output_tokens(20), len(PROMPT) + drafter.draft_depth + 5
+    monkeypatch.setattr(DFlashDrafter, "max_positions", limit)
+    rounds = dense_rounds(tiny_llama, drafter, "s", PROMPT, output, NUM_CANDIDATES)
+    assert [record.context_length + drafter.draft_depth for record in rounds] == list(range(limit - 5, limit))
+    whole = [*output, *output_tokens(9)]
+    assert dense_rounds(tiny_llama, drafter, "s", [*PROMPT, *whole], output, NUM_CANDIDATES) == []
+    monkeypatch.undo()
+
+    def spoilt(*arguments: object) -> DraftProposal:
+        proposal = draft_blocks(*arguments)  # type: ignore[arg-type]
+        proposal.log_probs[3] = np.nan
+        return proposal
+
+    monkeypatch.setattr(dense, "draft_blocks", spoilt)
+    rounds = dense_rounds(tiny_llama, drafter, "s", PROMPT, output, NUM_CANDIDATES)
+    assert [record.round_index for record in rounds] == [0, 1, 2, *range(4, len(output) - 1)]
+
+
+def test_more_candidates_than_there_are_words_are_all_of_them(tiny_llama: Target, drafter: DFlashDrafter) -> None:
+    (record,) = dense_rounds(tiny_llama, drafter, "s", PROMPT, [4, 5], 10_000)
+    assert record.candidate_ids.shape == (drafter.draft_depth, tiny_llama.vocab_size)

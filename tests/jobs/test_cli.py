@@ -292,6 +292,9 @@ def test_audit_passes_in_float32_and_writes_its_report(
     report = json.loads(out.read_text())
     assert [arm["name"] for arm in report["reports"]] == ["plain", "chain-4", "ddtree-3", "ddtree-6"]
     assert report["reports"][3]["num_drafted"] > 0
+    sha256 = hashlib.sha256((project / "prompts.jsonl").read_bytes()).hexdigest()
+    assert report["settings"]["prompt_file"] == {"name": "prompts.jsonl", "sha256": sha256}
+    assert all(report["settings"][f"{model}_fingerprint"] for model in ("target", "drafter"))
     sampled = ["--temperature", "0.9", "--top-p", "0.9", "--seed", "5", "--max-new-tokens", "8"]
     assert cli.run(["audit", "--config", f"{project}/tiny.yaml", *prompts, *sampled]) == 0
 

@@ -13,7 +13,7 @@ import pytest
 
 from graft_dist.config import TargetConfig
 from graft_dist.errors import ConfigError, PolicyError, StoreError
-from graft_dist.prompts import Prompt, starter_prompts_path
+from graft_dist.prompts import Prompt, read_prompts, starter_prompts_path
 from graft_dist.sampling import SamplingParams
 from jobs import collect
 from jobs.cluster import Cluster, check_fits, job_id, wait_until_fits
@@ -26,9 +26,10 @@ from jobs.estimate import check_room, estimate
 from jobs.quickstart import follow
 from jobs.units import plan
 from jobs.work import Report, WorkerLost
-from storage import TrajectoryStore, connect
+from storage import TrajectoryStore, UnitKey, connect
 from storage.recorded_rounds import Selection, recorded_rounds
 from tests.jobs.fakes import FakePool
+from tests.storage.records import PROVENANCE, make_sequence
 
 CONFIG = TargetConfig(target="builtin:smollm2-135m", drafter="builtin:smollm2-135m")
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -245,6 +246,30 @@ def test_a_summary_has_the_figures_of_the_last_lines_and_where_they_were_taken(
     assert (settings["actors"], settings["slots"], settings["method"], settings["budget"]) == (2, 4, "ddtree", 6)
     assert (settings["dtype"], settings["is_recorded"]) == ("float32", False)
     assert summary["machine"]["cpu"] and summary["versions"]["ray"] and summary["finished_at"]
+
+
+@pytest.mark.parametrize(("num_good", "code"), [(0, 3), (1, 0)])
+def test_started_again_a_run_has_the_exit_code_that_it_had(
+    num_good: int, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left to do, and what is in the store says how it went."""
+    monkeypatch.setattr("jobs.cluster.connect", lambda *_: Cluster(False, "connected", {"CPU": 64.0}))
+    monkeypatch.setattr("jobs.collection.RayPool", UnwritingPool)
+    (tmp_path / "prompts.jsonl").write_text("no JSON\nneither\n")
+    words = ["--config", "smollm2-135m", "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "store")]
+    request = collect.request_from(collect._parser().parse_args(words))
+    run_id = UnwritingPool().start()[0].models.identity(request.spec)
+    (unit,) = plan(read_prompts(request.prompts), request.spec, run_id, request.unit_size, set())
+    records = [make_sequence(item.sequence_id, 0, finish_reason="error", error=item.error) for item in unit.items]
+    records[:num_good] = [replace(record, finish_reason="length", error=None) for record in records[:num_good]]
+    store = TrajectoryStore(tmp_path / "store")
+    seq = store.begin(run_id, "smollm2-135m", {"target_fingerprint": "target", "tokenizer_sha256": "tokenizer"})
+    key = UnitKey(unit_id=unit.unit_id, attempt="1", run_id=run_id)
+    store.commit(store.write_unit(key, replace(PROVENANCE, target="smollm2-135m"), records, []), run_id, seq)
+    assert collect.main(words) == code
+    said = capsys.readouterr().out
+    assert f"2 sequences of this run ({2 - num_good} of them errors)" in said
+    assert ("not one prompt could be answered" in said) == (code == 3)
 
 
 @pytest.mark.parametrize(

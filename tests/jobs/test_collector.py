@@ -240,6 +240,27 @@ def test_every_sequence_has_its_own_seed(tiny_llama: Target, shelf: Shelf) -> No
     assert [record.sampling.seed for record in shelf.units["a"][0]] == [1, 2, 1]
 
 
+def test_an_answer_whose_dense_rounds_fail_costs_its_neighbours_nothing(tiny_llama: Target, shelf: Shelf) -> None:
+    def dense(record: SequenceRecord) -> list[RoundRecord]:
+        if record.sequence_id == "a-1":
+            raise RuntimeError("no such row")
+        return []
+
+    (report,) = run_all(make_collector(tiny_llama, shelf, dense=dense), [unit("a", 3, 4, 5)])
+    assert not report.failed
+    errors = [record.error for record in shelf.units["a"][0]]
+    assert errors == [None, "its dense rounds could not be made (RuntimeError: no such row)", None]
+    assert all(len(record.output_token_ids) > 0 for record in shelf.units["a"][0]), "the answer itself is kept"
+
+
+def test_a_device_that_fails_in_dense_rounds_leaves_the_collector(tiny_llama: Target, shelf: Shelf) -> None:
+    def dense(record: SequenceRecord) -> list[RoundRecord]:
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run_all(make_collector(tiny_llama, shelf, dense=dense), [unit("a", 3)])
+
+
 def test_dense_rounds_follow_the_decoded_ones_of_their_sequence(tiny_llama: Target, shelf: Shelf) -> None:
     asked: list[str] = []
 

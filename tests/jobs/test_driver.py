@@ -122,6 +122,13 @@ def test_the_run_stops_when_its_first_units_all_fail_alike() -> None:
     assert len(pool.calls) < 10
 
 
+def test_units_of_bad_lines_alone_are_no_success() -> None:
+    """They are finished without a model, and say nothing about whether it works."""
+    pool = FakePool(1, fate=lambda unit_id, attempt: "bad" if unit_id == "u0" else "error: no such tensor")
+    result = drive(pool, FakeLog(), number=50)
+    assert result.ending is Ending.FAILED_ALIKE and result.committed.num_sequences > 0
+
+
 def test_units_that_fail_for_different_reasons_are_set_aside_one_by_one() -> None:
     pool = FakePool(1, fate=lambda unit_id, attempt: f"error {unit_id}")
     result = drive(pool, FakeLog(), number=4)

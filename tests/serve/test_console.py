@@ -31,6 +31,7 @@ Browser, Page, expect = sync_api.Browser, sync_api.Page, sync_api.expect
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 TIMEOUT_MS = 60_000
+expect.set_options(timeout=TIMEOUT_MS)  # its own 5 s are too little on a busy machine
 CHIP = ".chip[role=button]"
 PHONE = {"width": 375, "height": 740}
 
