@@ -1,7 +1,7 @@
 """A store of synthetic rounds, as large as asked for: written, asked, streamed, merged, deleted from; each step timed.
 
     python bench/store_scale.py --rounds 10000000 --store DIR [--out bench/store-scale] [--memory 2GB]
-        [--process-memory 3GB] [--threads 2]
+        [--process-memory 3GB] [--threads 2] [--resume]
 
 Values are random, sizes those of real rounds (7 depths of 16 candidates, budgets from 4 to 32, about 1 kB a round).
 Eight runs in four days; run-3 and run-7 are of another target. So questions about one target or run have files to skip,
@@ -9,7 +9,7 @@ and merged files hold two runs. Every step has a process of its own. DuckDB's me
 whole process, by the kernel (`RLIMIT_DATA`, on Linux): a step that wants more fails, and the benchmark with it. `DIR`
 is made, and must not be there; while the training step runs, its lessons lie beside it. `--out` gets the machine
 (run.json, first), the rows (raw.jsonl, one by one) and a table (summary.md, in the end, also of what was done before a
-step failed).
+step failed). With `--resume` it goes on with the step that failed or was interrupted; run.json says so.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -327,12 +328,23 @@ def steps(root: str, num_rounds: int, memory: str, threads: int) -> Iterator[Ste
     yield "query: summary", "deleted from", ask, (root, memory, threads, "summary")
 
 
-def keep_machine(out: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Write down what is about to be measured, and on what."""
+def keep_machine(out: Path, options: dict[str, Any], num_done: int) -> dict[str, Any]:
+    """Write down what is about to be measured, and on what; of a later start under `resumed`, with the steps before it."""
     from jobs.provenance import provenance  # here: it loads libraries whose memory the steps would seem to use
 
-    (out / "run.json").write_text(json.dumps({"options": options, **provenance()}, indent=2) + "\n", encoding="utf-8")
+    about = {"options": options, **provenance()}
+    if num_done > 0:
+        first = json.loads((out / "run.json").read_text(encoding="utf-8"))
+        about = first | {"resumed": [*first.get("resumed", []), {"steps_before": num_done, **about}]}
+    (out / "run.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return {}
+
+
+def rows_of(out: Path) -> list[Measured]:
+    """What an earlier start has measured; nothing where there was none."""
+    raw = out / "raw.jsonl"
+    lines = raw.read_text(encoding="utf-8").splitlines() if raw.exists() else []
+    return [Measured(**json.loads(line)) for line in lines]
 
 
 def num_bytes_of(text: str) -> int:
@@ -421,20 +433,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--memory", default="2GB", help="DuckDB's limit (2GB)")
     add("--process-memory", default="3GB", help="each step's limit, by the kernel (3GB)")
     add("--threads", type=int, default=2, metavar="N", help="DuckDB's threads (2)")
+    add("--resume", action="store_true", help="go on after the last row in --out, with the store that is there")
     options = parser.parse_args(argv)
-    if options.store.exists():
-        parser.error(f"{options.store} is there already: choose another folder, or delete it")
+    rows = rows_of(options.out) if options.resume else []
+    if options.resume and not rows:
+        parser.error(
+            f"{options.out} has no row of a store that was written whole: leave out --resume, and {options.store}"
+        )
+    if not options.resume and options.store.exists():
+        parser.error(f"{options.store} is there already: choose another folder, delete it, or give --resume")
     try:
         limit = num_bytes_of(options.process_memory)
     except ValueError as error:
         parser.error(f"--process-memory: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
     shown = {name: value for name, value in vars(options).items() if name not in ("store", "out")}
-    measure("provenance", "no store", keep_machine, (options.out, shown), None)
-    rows: list[Measured] = []
+    measure("provenance", "no store", keep_machine, (options.out, shown, len(rows)), None)
+    every = steps(str(options.store.absolute()), options.rounds, options.memory, options.threads)
     try:
-        with (options.out / "raw.jsonl").open("w", encoding="utf-8") as raw:
-            for step in steps(str(options.store.absolute()), options.rounds, options.memory, options.threads):
+        with (options.out / "raw.jsonl").open("a" if rows else "w", encoding="utf-8") as raw:
+            for step in islice(every, len(rows), None):
                 row = measure(*step, limit)
                 rows.append(row)
                 raw.write(json.dumps(asdict(row)) + "\n")
