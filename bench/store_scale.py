@@ -1,7 +1,7 @@
 """A store of synthetic rounds, as large as asked for: written, asked, streamed, merged, deleted from; each step timed.
 
     python bench/store_scale.py --rounds 10000000 --store DIR [--out bench/store-scale] [--memory 2GB]
-        [--process-memory 3GB] [--threads 2] [--resume]
+        [--process-memory 4GB] [--threads 2] [--resume]
 
 Values are random, sizes those of real rounds (7 depths of 16 candidates, budgets from 4 to 32, about 1 kB a round).
 Eight runs in four days; run-3 and run-7 are of another target. So questions about one target or run have files to skip,
@@ -329,7 +329,7 @@ def steps(root: str, num_rounds: int, memory: str, threads: int) -> Iterator[Ste
 
 
 def keep_machine(out: Path, options: dict[str, Any], num_done: int) -> dict[str, Any]:
-    """Write down what is about to be measured, and on what; of a later start under `resumed`, with the steps before it."""
+    """Write down what is about to be measured, and on what; a later start under `resumed`, with the steps before it."""
     from jobs.provenance import provenance  # here: it loads libraries whose memory the steps would seem to use
 
     about = {"options": options, **provenance()}
@@ -431,15 +431,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--store", type=Path, required=True, metavar="DIR", help="folder for the store; must not be there")
     add("--out", type=Path, default=Path("bench/store-scale"), metavar="DIR", help="folder for the results")
     add("--memory", default="2GB", help="DuckDB's limit (2GB)")
-    add("--process-memory", default="3GB", help="each step's limit, by the kernel (3GB)")
+    add(
+        "--process-memory",
+        default="4GB",
+        help="each step's limit, by the kernel, which counts reserved addresses too (4GB)",
+    )
     add("--threads", type=int, default=2, metavar="N", help="DuckDB's threads (2)")
     add("--resume", action="store_true", help="go on after the last row in --out, with the store that is there")
     options = parser.parse_args(argv)
     rows = rows_of(options.out) if options.resume else []
     if options.resume and not rows:
-        parser.error(
-            f"{options.out} has no row of a store that was written whole: leave out --resume, and {options.store}"
-        )
+        parser.error(f"{options.out} has no row to go on after; leave out --resume, and delete {options.store}")
     if not options.resume and options.store.exists():
         parser.error(f"{options.store} is there already: choose another folder, delete it, or give --resume")
     try:
