@@ -50,10 +50,15 @@ def count_unlearned(runs: Path) -> int:
     A run that failed between its collection and the gate leaves rounds that nobody has gained by, and prompts that are
     not asked again.
     """
-    trainings = [record for record in runs.glob("*/4-train.json") if _is_judged(record.parent)]
-    last = max((_moment(record, "started_at") for record in trainings), default=0.0)
+    last = last_training(runs)
     collected = [record for record in runs.glob("*/2-collect.json") if _moment(record, "finished_at") > last]
     return sum(len(_turns(record.parent / "prompts.jsonl")) for record in collected)
+
+
+def last_training(runs: Path) -> float:
+    """When the last training began whose policy was judged, in seconds since 1970; 0.0 where there was none."""
+    trainings = [record for record in runs.glob("*/4-train.json") if _is_judged(record.parent)]
+    return max((_moment(record, "started_at") for record in trainings), default=0.0)
 
 
 def asked_before(runs: Path) -> set[str]:

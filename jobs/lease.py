@@ -1,7 +1,7 @@
 """A lease: one run at a time for a name, over all processes and machines that share a folder.
 
 The lease is a file that says who holds it and when the holder last gave a sign of life. A holder that falls silent for
-`stale_after_s`, or whose process on this machine has ended, has lost it: the next run takes over, and the old holder,
+`stale_after_s`, or whose process is seen to have ended, has lost it: the next run takes over, and the old holder,
 should it wake up, finds out at its next beat or `check`. Changes to the file happen under a lock of the operating
 system that is held for an instant only, so that two runs cannot both find a stale lease and take it.
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from graft_dist.errors import GraftError
+from jobs.out_file import write_aside
 
 
 class LeaseHeldError(GraftError):
@@ -44,6 +45,7 @@ class Holder:
     pid: int
     acquired_at: float  # seconds since 1970
     beat_at: float  # seconds since 1970: the last sign of life
+    processes: str = ""  # where `pid` counts, see `_processes`
 
 
 class Lease:
@@ -62,12 +64,15 @@ class Lease:
     def acquire(self) -> Holder | None:
         """Take the lease; returns the holder it was taken over from, if one had fallen silent.
 
-        Raises `LeaseHeldError` while another run that gives signs of life holds it.
+        Raises:
+            LeaseHeldError: another run that gives signs of life holds it.
+            GraftError: it can never be written where it is.
+            OSError: it cannot be written now: the disk is full, say.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             return self._take()
-        except OSError as error:
+        except (FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
             raise GraftError(f"the lease {self.path} cannot be written ({error.strerror or error})") from error
 
     def _take(self) -> Holder | None:
@@ -78,7 +83,7 @@ class Lease:
                     f"run {holder.run_id} is at work (process {holder.pid} on {holder.host}, last sign of life "
                     f"{max(0.0, now - holder.beat_at):.0f} s ago)"
                 )
-            self._write(Holder(self._token, self.run_id, platform.node(), os.getpid(), now, now))
+            self._write(Holder(self._token, self.run_id, platform.node(), os.getpid(), now, now, _processes()))
         return holder
 
     def beat(self) -> None:
@@ -103,8 +108,9 @@ class Lease:
     def _is_alive(self, holder: Holder, now: float) -> bool:
         if holder.token == self._token or now - holder.beat_at >= self.stale_after_s:
             return False
-        # On this machine there is no need to wait for the silence to grow long.
-        return holder.host != platform.node() or Path(f"/proc/{holder.pid}").exists() or not Path("/proc/self").exists()
+        # Among this process's own there is no need to wait for the silence to grow long.
+        is_near = holder.processes != "" and (holder.host, holder.processes) == (platform.node(), _processes())
+        return not is_near or Path(f"/proc/{holder.pid}").exists()
 
     def _read(self) -> Holder | None:
         """The holder; None without one, or where the file says nothing that can be read."""
@@ -116,17 +122,34 @@ class Lease:
             return None  # written by nobody of ours: files are renamed into place whole
 
     def _write(self, holder: Holder) -> None:
-        aside = self.path.with_name(f"{self.path.name}.{self._token}")
-        aside.write_text(json.dumps(asdict(holder)), encoding="utf-8")
-        aside.replace(self.path)
+        write_aside(self.path, json.dumps(asdict(holder)))
+
+
+def _processes() -> str:
+    """Names the start of the system and the namespace in which this process has its number; "" where neither is told.
+
+    Two containers, or two machines, may well have the same name, and then one's process numbers say nothing to the
+    other.
+    """
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 @contextmanager
-def hold(lease: Lease, *, wait_s: float = 0.0, beat_s: float = 10.0, poll_s: float = 1.0) -> Iterator[Holder | None]:
+def hold(
+    lease: Lease,
+    *,
+    wait_s: float = 0.0,
+    beat_s: float = 10.0,
+    poll_s: float = 1.0,
+    on_lost: Callable[[], None] = lambda: None,
+) -> Iterator[Holder | None]:
     """Hold the lease for a block of code, with signs of life from a thread of their own.
 
-    Yields the silent holder that it was taken over from, or None. Raises `LeaseHeldError` when another run still holds
-    it after `wait_s` seconds.
+    Yields the silent holder that it was taken over from, or None. That thread calls `on_lost`, once, when another run
+    has taken over. Raises what `Lease.acquire` does; `LeaseHeldError` when another run holds it after `wait_s` seconds.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -141,9 +164,12 @@ def hold(lease: Lease, *, wait_s: float = 0.0, beat_s: float = 10.0, poll_s: flo
 
     def beat() -> None:
         while not ended.wait(beat_s):
-            # A lost lease is said where it matters, by `check`; a full disk may be empty again at the next beat.
-            with suppress(LeaseLostError, OSError):
-                lease.beat()
+            with suppress(OSError):  # a full disk may be empty again at the next beat
+                try:
+                    lease.beat()
+                except LeaseLostError:
+                    on_lost()
+                    return
 
     thread = threading.Thread(target=beat, name="lease", daemon=True)
     thread.start()
@@ -157,13 +183,25 @@ def hold(lease: Lease, *, wait_s: float = 0.0, beat_s: float = 10.0, poll_s: flo
 
 
 @contextmanager
-def hold_all(leases: Sequence[Lease], *, wait_s: float = 0.0) -> Iterator[list[Holder]]:
+def hold_all(
+    leases: Sequence[Lease], *, wait_s: float = 0.0, beat_s: float = 10.0, on_lost: Callable[[], None] = lambda: None
+) -> Iterator[list[Holder]]:
     """Hold several leases, taken in the order given; `wait_s` is for all of them together.
 
     Yields the silent holders that were taken over from. Whoever takes the same leases must take them in the same order.
-    Raises `LeaseHeldError` as `hold` does, and holds none then.
+    `on_lost` is called once, however many are lost. Raises as `hold` does, and holds none then.
     """
-    deadline = time.monotonic() + wait_s
+    deadline, told = time.monotonic() + wait_s, threading.Lock()
+
+    def tell_once() -> None:
+        if told.acquire(blocking=False):
+            on_lost()
+
     with ExitStack() as held:
-        found = [held.enter_context(hold(lease, wait_s=max(0.0, deadline - time.monotonic()))) for lease in leases]
+        found = [
+            held.enter_context(
+                hold(lease, wait_s=max(0.0, deadline - time.monotonic()), beat_s=beat_s, on_lost=tell_once)
+            )
+            for lease in leases
+        ]
         yield [former for former in found if former is not None]

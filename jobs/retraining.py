@@ -7,7 +7,9 @@ at a time (`lease`). A run that was cut off is gone on with by the next start; o
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -27,8 +29,9 @@ from jobs.decode_spec import DecodeSpec
 from jobs.drift import DriftRequest, find_drift
 from jobs.driver import Ending
 from jobs.evaluation import Evaluator, evidence_of
-from jobs.fresh_prompts import asked_before, choose_fresh, count_unlearned, write_prompts
-from jobs.gate import Evidence, decide, gate_tags
+from jobs.fresh_prompts import asked_before, choose_fresh, count_unlearned, last_training, write_prompts
+from jobs.gate import Decision, Evidence, decide, gate_tags
+from jobs.learning_data import count_recorded
 from jobs.lease import Lease, LeaseHeldError, LeaseLostError, hold_all
 from jobs.out_file import to_json, write_aside
 from jobs.policy_training import PolicyRequest
@@ -101,7 +104,7 @@ def run(request: RetrainRequest, failpoint: Callable[[str], None] = lambda _: No
             lease.check()
 
     try:
-        with hold_all(leases, wait_s=request.wait_s) as formers:
+        with hold_all(leases, wait_s=request.wait_s, on_lost=_break_off) as formers:
             run_id = _run_to_do(request)  # again: the one that was at work may have ended meanwhile
             for former in sorted({former.run_id for former in formers} - {run_id}):
                 say(f"took over from run {former}, which has given no sign of life")
@@ -109,6 +112,15 @@ def run(request: RetrainRequest, failpoint: Callable[[str], None] = lambda _: No
     except (LeaseHeldError, LeaseLostError) as error:
         say(str(error))
         return EXIT_LEASE_HELD
+    except OSError as error:  # of the lease, or of the run's folder: a full disk, say
+        say(f"failed: {one_line(error)}; the same command tries again")
+        return EXIT_FAILED
+
+
+def _break_off() -> None:
+    """What the lease's thread does when another run has taken over: a step may have hours to go."""
+    if callable(signal.getsignal(signal.SIGTERM)):  # else nobody has said how this process ends in order
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _run_alone(
@@ -130,6 +142,7 @@ def _run_alone(
     except StepFailedError as error:
         line, code = str(error), EXIT_FAILED
     except StepBrokenOffError as broken:
+        check()  # whoever has lost the lease has nothing more to say of the run
         if not isinstance(broken.__cause__, Stopped | KeyboardInterrupt | SystemExit):  # nobody foresaw it
             traceback.print_exception(broken.__cause__)
         say(f"{broken}; the same command goes on there")
@@ -206,9 +219,12 @@ class _Job:
             every_prompt=settings.every_prompt,
             traffic=TrafficPrompts(self.config).read,
         )
-        num_new = len(fresh) + count_unlearned(self.request.runs)
-        if num_new < settings.min_new_sequences:
-            return Ends("nothing new", f"{num_new} fresh prompts, and {settings.min_new_sequences} are asked for")
+        num_prompts, least = len(fresh) + count_unlearned(self.request.runs), settings.min_new_sequences
+        if num_prompts < least:
+            num_recorded = self._count_recorded()  # it reads what sequences there are, so only where it matters
+            if num_prompts + num_recorded < least:
+                found = f"{num_prompts} fresh prompts and {num_recorded} recorded requests to learn from"
+                return Ends("nothing new", f"{found}, and {least} are asked for")
         write_prompts(self.folder / "prompts.jsonl", fresh)
         return {"num_prompts": len(fresh), "drift": asdict(drift)}
 
@@ -291,6 +307,9 @@ class _Job:
             num_bugs=evaluated["num_bugs"],
             margin=self.settings.margin,
         )
+        if decision.is_promoted and self._registry().is_rolled_back(self.slug, version):
+            # By a person, perhaps while this run was cut off just after its promotion.
+            decision = Decision(False, f"v{version} was rolled back by hand, whatever the gate says: {decision.reason}")
         if decision.is_promoted:
             try:
                 self._registry().promote(self.slug, version, expected_champion=champion)
@@ -375,6 +394,20 @@ class _Job:
             )
         except StoreError as error:  # a store that is new, say; whether the run can work, its own steps will find
             return Drift(Verdict.unknown, f"drift cannot be measured ({error})")
+
+    def _count_recorded(self) -> int:
+        """Requests to learn from that were recorded since the last training began whose policy was judged."""
+        try:
+            return count_recorded(
+                self.config,
+                self.request.store,
+                since=last_training(self.request.runs),
+                every_prompt=self.settings.every_prompt,
+                needs_hidden=self.settings.gate_rank > 0,
+            )
+        except StoreError as error:  # a store that is new, say
+            say(f"recorded requests cannot be learned from ({error})")
+            return 0
 
     def _registry(self) -> Registry:
         return Registry(self.request.tracking_uri)

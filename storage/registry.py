@@ -42,6 +42,7 @@ SPEC_TAG = "graft.target_spec"
 METRIC_TAG = "graft.metric."
 """Tags of a version that are numbers."""
 
+_ROLLED_BACK = "graft.rolled_back_at"
 _POLICY_PATH = "artifacts/policy"  # of the policy's folder inside the MLflow model
 _REACH_TIMEOUT_S = 5.0
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow says the latter of a missing alias
@@ -176,7 +177,7 @@ class Registry:
         """
         name = model_name(slug)
         with self.said("written"), self._alone():
-            self._known(name, version)
+            found = self._known(name, version)
             aliases = self._aliases(name)
             champion = aliases.get(CHAMPION)
             if champion != version and expected_champion not in (-1, champion):
@@ -186,6 +187,8 @@ class Registry:
                 )
             if champion == version:
                 return Promotion(version, aliases.get(PREVIOUS))
+            if _ROLLED_BACK in found.tags:
+                self.client.delete_model_version_tag(name, str(version), _ROLLED_BACK)
             if champion is not None:
                 self.client.set_registered_model_alias(name, PREVIOUS, str(champion))
             self.client.set_registered_model_alias(name, CHAMPION, str(version))
@@ -205,10 +208,15 @@ class Registry:
             self.client.delete_registered_model_alias(name, PREVIOUS)
             if champion is not None:
                 now = datetime.now(UTC).isoformat(timespec="seconds")
-                self.client.set_model_version_tag(name, str(champion), "graft.rolled_back_at", now)
+                self.client.set_model_version_tag(name, str(champion), _ROLLED_BACK, now)
             return Promotion(previous, None)
 
     # ---------------------------------------------------------------- reading
+
+    def is_rolled_back(self, slug: str, version: int) -> bool:
+        """Whether somebody went back from this version to the champion before it, and nobody has promoted it since."""
+        with self.said("read"):
+            return _ROLLED_BACK in self.client.get_model_version(model_name(slug), str(version)).tags
 
     def resolve(self, slug: str, alias_or_version: str | int) -> int | None:
         """Return the number of the version that an alias or a number names; None where there is none."""

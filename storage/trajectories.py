@@ -467,15 +467,17 @@ class TrajectoryStore:
         Raises:
             StoreError: if another compaction is faster; run it again if need be.
         """
-        logs = {table: self._log(table) for table in self._schemas}
-        before = sum(len(live_files(log)) for log in logs.values())
-        young, old = self._orphans(logs["rounds"], orphan_age_hours)
-        for table, log in logs.items():
-            # Young orphans stay files of their own: their sequences may be on the way, and their age must stay known.
-            keep, drop = (young, old) if table == "rounds" else ([], [])
-            compact_table(log, self.root / table, self._aside, keep=keep, drop=drop, target_size=target_size)
-        after = sum(len(live_files(self._log(table))) for table in self._schemas)
-        return Compaction(before, after, len(old))
+        with _told_apart(f"the compaction of {self.root}"):
+            logs = {table: self._log(table) for table in self._schemas}
+            before = sum(len(live_files(log)) for log in logs.values())
+            young, old = self._orphans(logs["rounds"], orphan_age_hours)
+            for table, log in logs.items():
+                # Young orphans stay files of their own: their sequences may be on the way, and their age must stay
+                # known.
+                keep, drop = (young, old) if table == "rounds" else ([], [])
+                compact_table(log, self.root / table, self._aside, keep=keep, drop=drop, target_size=target_size)
+            after = sum(len(live_files(self._log(table))) for table in self._schemas)
+            return Compaction(before, after, len(old))
 
     def _orphans(self, rounds: DeltaTable, age_hours: float) -> tuple[list[str], list[str]]:
         """The rounds files of attempts without sequences, (young, old); read the sequences' log after the rounds'."""
@@ -507,15 +509,16 @@ class TrajectoryStore:
         """
         if (before is None) == (run_id is None) or (target is not None and before is None):
             raise ValueError("give either before (and, if need be, target) or run_id")
-        num_files = 0
-        for table in ("sequences", "rounds"):
-            log, folder = self._log(table), self.root / table
-            if before is not None:
-                num_files += forget_days(log, folder, before, target)
-            else:
-                assert run_id is not None
-                num_files += forget_run(log, folder, self._aside, run_id)
-        return num_files
+        with _told_apart(f"the deletion from {self.root}"):
+            num_files = 0
+            for table in ("sequences", "rounds"):
+                log, folder = self._log(table), self.root / table
+                if before is not None:
+                    num_files += forget_days(log, folder, before, target)
+                else:
+                    assert run_id is not None
+                    num_files += forget_run(log, folder, self._aside, run_id)
+            return num_files
 
     def pin(self, name: str, snapshot: Snapshot) -> None:
         """Keep the files of a snapshot from `vacuum` until `unpin`, or until `pins.PIN_DAYS` after the last `pin`.
@@ -543,23 +546,24 @@ class TrajectoryStore:
         Returns:
             The deleted files, relative to the root.
         """
-        deleted = []
-        for table in self._schemas:
-            gone = self._log(table).vacuum(
-                retention_hours=retention_hours,
-                dry_run=False,
-                enforce_retention_duration=False,
-                full=True,
-                keep_versions=Pins(self.root).versions(table) or None,
-            )
-            deleted += [f"{table}/{path}" for path in gone]
-        oldest = time.time() - 3600 * retention_hours
-        for path in sorted(self._aside.glob("*")):
-            with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
-                if path.stat().st_mtime <= oldest:
-                    path.unlink()
-                    deleted.append(f"_tmp/{path.name}")
-        return deleted
+        with _told_apart(f"the vacuum of {self.root}"):
+            deleted = []
+            for table in self._schemas:
+                gone = self._log(table).vacuum(
+                    retention_hours=retention_hours,
+                    dry_run=False,
+                    enforce_retention_duration=False,
+                    full=True,
+                    keep_versions=Pins(self.root).versions(table) or None,
+                )
+                deleted += [f"{table}/{path}" for path in gone]
+            oldest = time.time() - 3600 * retention_hours
+            for path in sorted(self._aside.glob("*")):
+                with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
+                    if path.stat().st_mtime <= oldest:
+                        path.unlink()
+                        deleted.append(f"_tmp/{path.name}")
+            return deleted
 
     def export(self, dest: str | os.PathLike[str]) -> Path:
         """Write what counts now as plain Parquet files under `dest`: see `export.export_tree`."""
@@ -575,7 +579,7 @@ def _told_apart(what: str) -> Iterator[None]:
         yield
     except CommitFailedError as error:
         raise StoreError(f"{what} met another commit and changed nothing: run it again ({error}).") from error
-    except (DeltaError, OSError) as error:
+    except (DeltaError, OSError, pa.ArrowException) as error:
         raise StoreError(f"{what} failed: {_one_line(error)}.") from error
 
 

@@ -39,6 +39,7 @@ class Loop:
     calls: Counter[str] = field(default_factory=Counter)
     asked: list[tuple[str, ...]] = field(default_factory=list)  # prompt files that were collected
     champion: int | None = None
+    rolled_back: bool = False  # whether somebody went back from the challenger
     tags: dict[str, str] = field(default_factory=dict)
     reports: list[str] = field(default_factory=list)  # pages that the registry was given
 
@@ -87,6 +88,9 @@ class Loop:
         assert self.champion in (expected_champion, version)
         self.champion = version
         self._call("promote")
+
+    def is_rolled_back(self, slug: str, version: int) -> bool:
+        return self.rolled_back
 
     def tag(self, slug: str, version: int, tags: Mapping[str, str]) -> None:
         self._call("tag")

@@ -14,11 +14,13 @@ import pytest
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import fingerprint, read_config, read_tensors
 from graft_dist.drift import Drift, Verdict
+from graft_dist.errors import GraftError
 from graft_dist.policy import GraftPolicy
 from graft_dist.prompt_source import PromptSource
 from graft_dist.retraining import DriftRule, Retraining
 from graft_dist.target import Target
 from jobs.drift import DriftRequest, find_drift, run_drift
+from jobs.policy_training import PolicyRequest
 from jobs.retraining import RetrainRequest, run
 from storage.registry import CHAMPION, PolicyVersion
 from tests.graft_dist.policies import DATA, make_policy
@@ -161,4 +163,37 @@ def test_a_run_that_waits_for_drift(
     assert "retrain: what was found" in lines
     is_over = verdict in (Verdict.steady, Verdict.unseen)
     assert lines[-1].startswith("retrain: nothing new: ")
-    assert ("what was found" if is_over else "fresh prompts, and 5 are asked for") in lines[-1]
+    nothing = "0 fresh prompts and 0 recorded requests to learn from, and 5 are asked for"
+    assert ("what was found" if is_over else nothing) in lines[-1]
+
+
+def test_recorded_requests_are_reason_enough_to_train(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("jobs.retraining.find_drift", lambda request: Drift(Verdict.drifted, "it has drifted"))
+    (tmp_path / "prompts.jsonl").write_text("")
+
+    def train(out: Path) -> PolicyRequest:
+        raise GraftError("this is as far as it was to come")
+
+    settings = Retraining(
+        prompts=(PromptSource(path=str(tmp_path / "prompts.jsonl")),),
+        store=place.request.store,
+        runs=str(tmp_path / "runs"),
+        min_new_sequences=5,
+    )
+    request = RetrainRequest(
+        config=place.request.config,
+        settings=settings,
+        tracking_uri="sqlite:///nowhere",
+        policy_request=train,
+        only_if_drifted=True,
+    )
+    assert run(request) == 0  # what jobs have collected is no traffic
+    assert "0 fresh prompts and 0 recorded requests to learn from" in capsys.readouterr().out.splitlines()[-1]
+    place.write(place.request.store, "serve-1", source="traffic", num_prompts=10)
+    picky = settings.model_copy(update={"min_new_sequences": 9})
+    assert run(replace(request, settings=picky, run_id="2")) == 0
+    assert "0 fresh prompts and 8 recorded requests" in capsys.readouterr().out.splitlines()[-1]  # two of them known
+    assert run(replace(request, run_id="3")) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("failed at step train: this is as far as it was to come")

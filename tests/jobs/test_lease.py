@@ -113,6 +113,25 @@ def test_holding_gives_signs_of_life_and_gives_up_at_the_end(tmp_path: Path) -> 
     assert not path.exists()
 
 
+def test_a_holder_is_told_by_its_own_thread_that_it_has_lost_the_lease(tmp_path: Path) -> None:
+    path, lost = tmp_path / "lease.json", threading.Event()
+    with hold(Lease(path, "one"), beat_s=0.01, on_lost=lost.set):
+        Lease(path, "two", stale_after_s=0).acquire()
+        assert lost.wait(30)
+    assert json.loads(path.read_text())["run_id"] == "two"  # not taken from its new holder
+
+
+def test_on_a_full_disk_nothing_is_left_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(Path, "replace", full)
+        Lease(tmp_path / "lease.json", "one").acquire()
+    assert {path.name for path in tmp_path.iterdir()} <= {"lease.json.lock"}
+    Lease(tmp_path / "lease.json", "one").acquire()
+
+
 def test_waiting_ends_when_the_holder_does(tmp_path: Path) -> None:
     path = tmp_path / "lease.json"
     first = Lease(path, "one")
@@ -151,11 +170,12 @@ def test_a_killed_process_leaves_a_lease_that_is_taken_over(tmp_path: Path) -> N
     assert former is not None and former.run_id == "killed"
 
 
-def test_a_process_of_another_machine_is_given_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"processes": "another start"}, {"processes": ""}])
+def test_a_process_of_another_machine_or_container_is_given_time(tmp_path: Path, change: dict[str, str]) -> None:
     path = tmp_path / "lease.json"
     Lease(path, "far").acquire()
-    path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere", "pid": 2**22 + 1}))
-    with pytest.raises(LeaseHeldError, match="on elsewhere"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change, "pid": 2**22 + 1}))
+    with pytest.raises(LeaseHeldError, match="run far is at work"):
         Lease(path, "next").acquire()
     former = Lease(path, "next", stale_after_s=0).acquire()
     assert former is not None and former.run_id == "far"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from graft_dist.retraining import Retraining
 from jobs import retraining
 from jobs.cluster import ClusterBusyError
 from jobs.driver import Ending
+from jobs.lease import Lease, hold_all
 from jobs.policy_training import PolicyRequest
 from jobs.retraining import RetrainRequest
 from tests.jobs.fake_loop import STEPS, Killed, Loop
@@ -207,6 +210,58 @@ def test_a_promotion_is_not_repeated_for_the_sake_of_its_tags(run: Run, loop: Lo
     loop.champion = None
     assert run("1") == 0
     assert loop.champion is None and loop.calls["promote"] == 1 and loop.reports
+
+
+def test_what_a_person_has_rolled_back_meanwhile_is_not_promoted_again(
+    run: Run, loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop.trouble["promote"] = Killed()
+    with pytest.raises(Killed):
+        run("1")
+    assert loop.champion == 1  # it is live, and the run does not know
+    loop.trouble.clear()
+    loop.champion, loop.rolled_back = None, True
+    assert run("1") == 0
+    assert last_line(capsys).startswith("retrain: kept DDTree because v1 was rolled back by hand")
+    assert loop.champion is None and loop.tags["graft.gate.decision"] == "kept"
+
+
+def test_a_run_that_loses_its_lease_in_a_long_step_stops_there(
+    run: Run, loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def terminate(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    def lose_it(request: object) -> None:
+        (lease,) = (tmp_path / "runs").glob("*/lease.json")
+        Lease(lease, "other", stale_after_s=0).acquire()
+        for _ in range(600):
+            time.sleep(0.1)  # until the signal comes
+
+    monkeypatch.setattr(retraining, "hold_all", partial(hold_all, beat_s=0.05))
+    former = signal.signal(signal.SIGTERM, terminate)
+    try:
+        loop.during["train"] = lose_it
+        assert run("1") == 75
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert last_line(capsys).startswith("retrain: run 1 has lost its lease to run other on ")
+    assert "compact" in records(tmp_path, "1") and "train" not in records(tmp_path, "1")
+
+
+def test_a_full_disk_before_the_first_step_is_no_mistake_of_the_user(
+    run: Run, loop: Loop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", full)
+        assert run("1") == 1
+    assert last_line(capsys) == (
+        "retrain: failed: OSError: [Errno 28] No space left on device; the same command tries again"
+    )
+    assert run("1") == 0
 
 
 def test_upkeep_that_meets_anothers_is_left_out(run: Run, loop: Loop, tmp_path: Path) -> None:

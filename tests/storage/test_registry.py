@@ -66,6 +66,9 @@ def test_a_version_lives_through_its_aliases(registry: Registry, tmp_path: Path)
     assert newest.tags["graft.gate"] == "forced" and "graft.rolled_back_at" in newest.tags
     with pytest.raises(RegistryError, match="no previous champion"):
         registry.rollback("life")
+    assert [registry.is_rolled_back("life", version) for version in (1, 2)] == [False, True]
+    registry.promote("life", 2)  # somebody has thought again
+    assert not registry.is_rolled_back("life", 2)
 
 
 def test_fetch_copies_once_and_mends_its_copy(registry: Registry, tmp_path: Path) -> None:

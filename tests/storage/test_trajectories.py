@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
 
 from graft_dist.errors import GraftError, StoreError
 from storage import StoreFencedError, TrajectoryStore, UnitKey, connect, new_attempt, run_query
@@ -409,6 +410,25 @@ def test_on_a_full_disk_nothing_is_committed_and_nothing_is_lost(store):
     assert committed_units(store) == set()
     assert list((store.path / "_tmp").iterdir()) == []
     assert store.commit(files, "run", turn).committed == ("u1",)
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_upkeep_of_a_store_with_a_damaged_file_is_one_sentence(store, is_gone, monkeypatch):
+    for name in ("a", "b"):
+        store.commit(write_unit(store, name, "first"), "run", 1 + (name == "b"))
+    damaged = sorted((store.path / "rounds").glob("*/*/*.parquet"))[0]
+    damaged.unlink() if is_gone else damaged.write_bytes(b"not Parquet at all")
+    with pytest.raises(StoreError, match=r"the compaction of .* failed: "):
+        store.compact()
+    with pytest.raises(StoreError, match=r"the deletion from .* failed: "):
+        store.forget(run_id="run")
+
+    def refuse(*_, **__):
+        raise DeltaError("somebody has taken the folder away")
+
+    monkeypatch.setattr(DeltaTable, "vacuum", refuse)
+    with pytest.raises(StoreError, match=r"the vacuum of .* failed: somebody has taken the folder away"):
+        store.vacuum(retention_hours=0)
 
 
 def test_drivers_that_begin_at_once_find_one_store(tmp_path):
