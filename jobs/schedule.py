@@ -13,12 +13,13 @@ different state files, or a person, may still start two different runs of one ta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from graft_dist.schedule import Schedule
-from jobs.job_queue import Job, JobQueue, JobState
+from jobs.job_queue import Job, JobQueue, JobState, QueueUnavailable
 from jobs.schedule_state import Attempt, ScheduleState, Status, submission_id
 
 TARGET_KEY = "graft_retrain"
@@ -87,21 +88,31 @@ class Scheduler:
         self._alert = alert
 
     def step(self, now: datetime) -> None:
-        """Do what is due at `now`. Raises `QueueUnavailable`; a later step makes up for it then."""
+        """Do what is due at `now`. Raises `QueueUnavailable`; a later step makes up for it then.
+
+        What keeps one target's job from being submitted does not hold up the others.
+        """
         now = now.astimezone(UTC).replace(microsecond=0)
         for target in self._targets:
             if self._state.watermark(target.slug) is None:  # also while the cluster is away: from now on ticks count
                 self._state.write(watermark=now, target=target.slug)
-        jobs = self._queue.jobs()
+        jobs, unavailable = self._queue.jobs(), None
         for target in self._targets:
-            for attempt in self._state.open_attempts(target.slug):
-                self._follow(target, attempt, jobs, now)
-            self._decide(target, jobs, now)
+            try:
+                for attempt in self._state.open_attempts(target.slug):
+                    self._follow(target, attempt, jobs, now)
+                self._decide(target, jobs, now)
+            except QueueUnavailable as error:
+                unavailable = error
+        if unavailable is not None:
+            raise unavailable
 
     def _follow(self, target: ScheduledTarget, attempt: Attempt, jobs: dict[str, Job], now: datetime) -> None:
         job = jobs.get(attempt.submission_id)
         if attempt.status == Status.waiting:
-            if attempt.not_before <= now:
+            if now - attempt.not_before > target.schedule.max_lateness:
+                self._miss(target, attempt, now, "no scheduler was at work when it was to be tried again")
+            elif attempt.not_before <= now:
                 self._retry(target, attempt, jobs, now)
         elif job is None and attempt.status == Status.submitting:
             self._submit_late(target, attempt, now)
@@ -172,11 +183,15 @@ class Scheduler:
     def _submit_late(self, target: ScheduledTarget, attempt: Attempt, now: datetime) -> None:
         """For an attempt that was decided on just before a crash, or before the cluster stopped answering."""
         if now - attempt.not_before > target.schedule.max_lateness:
-            missed = attempt.closed(Status.missed, now, "the cluster was away for too long")
-            self._state.write(missed)
-            self._alert(target, missed)
+            self._miss(target, attempt, now, "the cluster was away for too long")
         else:
             self._submit(target, attempt)
+
+    def _miss(self, target: ScheduledTarget, attempt: Attempt, now: datetime, detail: str) -> None:
+        missed = attempt.closed(Status.missed, now, detail)
+        self._state.write(missed)
+        self._say(f"{target.slug}: gave up {attempt.submission_id}: {detail}")
+        self._alert(target, missed)
 
     def _submit(self, target: ScheduledTarget, attempt: Attempt) -> None:
         is_new = self._queue.submit(attempt.submission_id, entrypoint(target), metadata(target, attempt.tick))
@@ -216,17 +231,22 @@ class Submission:
 def submit_once(target: ScheduledTarget, queue: JobQueue, now: datetime) -> Submission:
     """Submit the job of the last tick, for a scheduler that is not ours (cron, systemd, Kubernetes); keeps no state.
 
-    What was tried for the tick is read from the cluster's job list. Raises `QueueUnavailable`.
+    What was tried for the tick is read from the cluster's job list. Lateness is that of the first attempt: whoever asks
+    again after a run of hours has failed gets the next one. Raises `QueueUnavailable`.
     """
-    due = target.schedule.due(now - target.schedule.max_lateness, now.astimezone(UTC))
-    if not due:
-        return Submission(None, f"no tick of {target.slug} in the last {target.schedule.max_lateness_minutes} minutes")
-    tick = due[-1]
+    now = now.astimezone(UTC)
+    due = target.schedule.due(now - target.schedule.max_lateness, now)
     jobs = queue.jobs()
+    tick = due[-1] if due else _last_submitted(target, jobs)
+    if tick is None:
+        return Submission(None, f"no tick of {target.slug} in the last {target.schedule.max_lateness_minutes} minutes")
     for attempt in range(target.schedule.max_attempts):
         name = submission_id(target.slug, tick, attempt)
         job = jobs.get(name)
         if job is None:
+            if not due and next(target.schedule.ticks(tick)) <= now:
+                last = submission_id(target.slug, tick, attempt - 1)
+                return Submission(None, f"{last} has failed, and the tick after it is too late too", is_failed=True)
             busy = running(target, jobs)
             if busy is not None:
                 return Submission(None, f"skipped the tick {_shown(tick)}, {busy.submission_id} is still at work")
@@ -239,6 +259,13 @@ def submit_once(target: ScheduledTarget, queue: JobQueue, now: datetime) -> Subm
         if job.exit_code == EXIT_REFUSED:
             return Submission(None, f"{name} was refused (exit code {EXIT_REFUSED}): {job.message}", is_failed=True)
     return Submission(None, f"all {target.schedule.max_attempts} attempts at {_shown(tick)} failed", is_failed=True)
+
+
+def _last_submitted(target: ScheduledTarget, jobs: dict[str, Job]) -> datetime | None:
+    """The last tick of which the cluster knows the first attempt."""
+    first = re.compile(re.escape(f"retrain-{target.slug}-") + r"(\d{8}T\d{4}Z)")
+    ticks = [match[1] for match in map(first.fullmatch, jobs) if match]
+    return datetime.strptime(max(ticks), "%Y%m%dT%H%MZ").replace(tzinfo=UTC) if ticks else None
 
 
 def _shown(moment: datetime) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import signal
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,18 +69,24 @@ def run_schedule(
 
 
 def loop(scheduler: Scheduler, wait: Callable[[float], bool], interval_s: float) -> None:
-    """Step, wait, and again, until `wait` says that it is enough. A cluster that is away is said once."""
-    silence = ""
+    """Step, wait, and again, until `wait` says that it is enough. A cluster that is away is said once.
+
+    So is a state file that cannot be written, or read, for a while: on a full disk, say.
+    """
+    trouble = ""
     while True:
         try:
             scheduler.step(datetime.now(UTC))
-            if silence:
-                _say("the cluster answers again")
-            silence = ""
-        except QueueUnavailable as error:
-            if not silence:
-                _say(f"{error}; ticks are kept and made up for")
-            silence = str(error)
+            if trouble:
+                _say("the schedule goes on")
+            trouble = ""
+        except (QueueUnavailable, sqlite3.OperationalError, OSError) as error:
+            if not trouble:
+                what = f"{error}" if isinstance(error, QueueUnavailable) else f"the scheduler's state: {error}"
+                _say(f"{what}; ticks are kept and made up for")
+            trouble = str(error) or type(error).__name__
+        except sqlite3.Error as error:
+            raise ConfigError(f"the scheduler's state can no longer be used ({error})") from error
         if wait(interval_s):
             return
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from jobs import cli
 from jobs.job_queue import JobState, QueueUnavailable
 from jobs.ray_head import free_ports
 from jobs.schedule import ScheduledTarget, Scheduler, submit_once
-from jobs.schedule_command import follow, scheduled_targets, with_entrypoint
+from jobs.schedule_command import follow, loop, scheduled_targets, with_entrypoint
 from jobs.schedule_state import Attempt, ScheduleState, Status
 from tests.jobs.fake_queue import FakeQueue
 
@@ -266,6 +267,38 @@ def test_a_job_that_is_lost_for_good_and_a_cluster_that_stays_away_are_told(tmp_
     bench.state.close()
 
 
+def test_a_retry_that_nobody_could_start_in_time_is_missed(tmp_path: Path) -> None:
+    daily = Schedule(cron="0 10 * * *", backoff_minutes=10, max_lateness_minutes=60)
+    bench = Bench(tmp_path, ScheduledTarget("tiny", "tiny.yaml", daily))
+    bench.step("09:30", "10:00")
+    bench.queue.fail(FIRST)
+    bench.step("10:05")
+    bench.restart()
+    bench.step("11:16")
+    assert bench.outcomes() == [(FIRST, Status.failed), (f"{FIRST}-r1", Status.missed)]
+    assert bench.alerts == [(f"{FIRST}-r1", Status.missed)] and bench.queue.ids == [FIRST]
+    assert bench.lines[-1] == f"tiny: gave up {FIRST}-r1: no scheduler was at work when it was to be tried again"
+    bench.state.close()
+
+
+def test_what_keeps_one_target_back_does_not_keep_the_others(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, HOURLY, ScheduledTarget("other", "other.yaml", HOURLY.schedule))
+    bench.step("09:30")
+    submit = bench.queue.submit
+
+    def refuse_tiny(name: str, *rest: object) -> bool:
+        return away() if name == FIRST else submit(name, *rest)  # type: ignore[arg-type]
+
+    bench.queue.submit = refuse_tiny  # type: ignore[method-assign]
+    with pytest.raises(QueueUnavailable):
+        bench.step("10:00")
+    assert bench.queue.ids == ["retrain-other-20260501T1000Z"]
+    bench.queue.submit = submit  # type: ignore[method-assign]
+    bench.step("10:01")
+    assert bench.queue.ids[1:] == [FIRST]
+    bench.state.close()
+
+
 def away(*_: object) -> bool:
     raise QueueUnavailable("nobody answers")
 
@@ -368,7 +401,24 @@ def test_a_single_submission_gives_up_after_the_last_attempt() -> None:
         queue.fail(done.submission_id)
     assert submit_once(HOURLY, queue, at("10:20")).is_failed
     weekly = ScheduledTarget("tiny", "x", Schedule(cron="0 3 * * 1", max_lateness_minutes=60))
-    assert submit_once(weekly, queue, at("10:20")).message == "no tick of tiny in the last 60 minutes"
+    assert submit_once(weekly, FakeQueue(), at("10:20")).message == "no tick of tiny in the last 60 minutes"
+
+
+def test_a_run_of_hours_that_failed_is_tried_again_and_stays_a_failure() -> None:
+    queue, daily = FakeQueue(), ScheduledTarget("tiny", "x", Schedule(cron="0 10 * * *", max_lateness_minutes=60))
+    assert submit_once(daily, queue, at("10:00")).submission_id == FIRST
+    assert submit_once(daily, queue, at("13:00")).message == f"{FIRST} is at work already"  # whoever asked is gone
+    queue.fail(FIRST)
+    assert submit_once(daily, queue, at("14:00")).submission_id == f"{FIRST}-r1"
+    queue.fail(f"{FIRST}-r1")
+    late = submit_once(daily, queue, at("2026-05-02 11:30"))  # the next tick has come and gone
+    assert (late.submission_id, late.is_failed) == (None, True)
+    assert late.message == f"{FIRST}-r1 has failed, and the tick after it is too late too"
+    assert submit_once(daily, queue, at("20:00")).submission_id == f"{FIRST}-r2"
+    queue.fail(f"{FIRST}-r2", exit_code=2)
+    assert submit_once(daily, queue, at("21:00")).is_failed
+    other = ScheduledTarget("tin", "x", daily.schedule)
+    assert submit_once(other, queue, at("21:00")).message == "no tick of tin in the last 60 minutes"
 
 
 def test_following_ends_with_the_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -451,6 +501,27 @@ def test_the_loop_waits_for_a_cluster_that_is_away_and_ends_when_asked(tmp_path:
     assert output.startswith("stopped; submitted jobs go on")
     with ScheduleState(tmp_path / "schedule.sqlite", is_read_only=True) as state:
         assert state.watermark("smollm2-135m") is not None
+
+
+def test_the_loop_goes_on_after_a_state_file_that_could_not_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    class Steps(Scheduler):
+        def __init__(self, *raised: Exception | None) -> None:
+            self.raised = iter(raised)
+
+        def step(self, now: datetime) -> None:
+            error = next(self.raised)
+            if error is not None:
+                raise error
+
+    full, waits = sqlite3.OperationalError("database or disk is full"), iter([False, False, False, True])
+    loop(Steps(full, full, None, OSError(5, "Input/output error")), lambda _: next(waits), 1.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "the scheduler's state: database or disk is full; ticks are kept and made up for",
+        "the schedule goes on",
+        "the scheduler's state: [Errno 5] Input/output error; ticks are kept and made up for",
+    ]
+    with pytest.raises(ConfigError, match="can no longer be used"):
+        loop(Steps(sqlite3.DatabaseError("database disk image is malformed")), lambda _: False, 1.0)
 
 
 def test_a_file_of_another_kind_or_version_is_refused(tmp_path: Path) -> None:
