@@ -21,7 +21,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 
 from graft_dist.config import load_config
 from graft_dist.learning.tdes import TdesTraining
-from jobs.arguments import check_folders, count, job_parser, run_job, whole_number
+from jobs.arguments import check_folders, count, from_zero, job_parser, run_job, whole_number
 from jobs.policy_training import PolicyRequest, run
 from jobs.registry_command import tracking_uri
 from jobs.scorer_training import Placement
@@ -60,7 +60,7 @@ def request_from(options: argparse.Namespace) -> PolicyRequest:
         reliance=options.reliance,
         reading=options.reading,
         max_budget=options.max_budget,
-        placement=Placement(options.workers, options.address, options.max_failures),
+        placement=Placement(options.workers, options.address, options.max_failures, options.wait_for_nodes),
         threads=options.threads or config.threads or 1,
         tracking_uri=tracking_uri(options.tracking_uri),
         registers=not options.no_register,
@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--out", required=True, metavar="DIR", help="folder of the run: checkpoints, plots, report, and policy/")
     add("--workers", type=whole_number, default=0, metavar="N", help="Ray Train workers; 0: in this process (0)")
+    add("--wait-for-nodes", type=from_zero, default=0.0, metavar="S", help="let a cluster start nodes for so long (0)")
     add("--threads", type=count, metavar="N", help="CPU threads of each worker (the configuration's, else 1)")
     add("--max-failures", type=whole_number, default=3, metavar="N", help="worker deaths that are mended (3)")
     add("--tracking-uri", metavar="URI", help="MLflow (default: MLFLOW_TRACKING_URI, else a SQLite file of the user's)")

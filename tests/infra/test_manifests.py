@@ -20,6 +20,7 @@ import yaml
 import graft_dist
 from graft_dist.config import load_config
 from graft_dist.schedule import Schedule
+from jobs.schedule import TARGET_KEY
 from jobs.schedule_command import with_entrypoint
 from serve.serve_args import ServeArgs
 from tests.infra import kuberay_schema
@@ -239,6 +240,33 @@ def test_jobs_go_to_their_targets_cluster(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+def test_jobs_wait_for_workers_that_have_yet_to_start(target: str) -> None:
+    """Without jobs there are no workers, and a job that does not wait for them refuses so small a cluster."""
+    assert of_kind(target, "RayCluster")["spec"]["workerGroupSpecs"][0]["replicas"] == 0
+    entrypoints = [one["spec"]["entrypoint"] for one in rendered(f"overlays/{target}") if one["kind"] == "RayJob"]
+    assert len(entrypoints) == 2
+    for entrypoint in entrypoints:
+        words = shlex.split(entrypoint)
+        assert float(words[words.index("--wait-for-nodes") + 1]) == 1200, entrypoint
+
+
+def test_the_ray_cron_job_that_is_shown_is_one_of_our_ray_jobs_on_schedule() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    shown = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    (cron,) = [one for one in shown if one.get("kind") == "RayCronJob"]
+    target = load_config("qwen3-8b")
+    assert target.schedule is not None
+    assert (cron["spec"]["schedule"], cron["spec"]["timeZone"]) == (target.schedule.cron, target.schedule.timezone)
+    job, ours = cron["spec"]["jobTemplate"], of_kind("qwen3-8b", "RayJob", "train")["spec"]
+    assert job == ours | {"entrypoint": job["entrypoint"], "metadata": {TARGET_KEY: target.slug}}
+    (container,) = containers(of_kind("qwen3-8b", "CronJob"))
+    options = dict(argument.split("=", 1) for argument in container["args"][3:])
+    assert job["entrypoint"] == with_entrypoint(target.schedule, options["--entrypoint"]).command(options["--config"])
+    assert cron["metadata"]["namespace"] == of_kind("qwen3-8b", "CronJob")["metadata"]["namespace"]
+    assert kuberay_schema.errors(kuberay_schema.load(), cron) == []
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_the_cron_job_submits_at_the_targets_own_schedule(target: str) -> None:
     spec = of_kind(target, "CronJob")["spec"]
     schedule = load_config(target).schedule
@@ -365,6 +393,14 @@ def test_network_policies_close_what_they_do_not_open() -> None:
         for template in templates(manifest)
     }
     assert roles == {None, "jobs", "serve", "submitter"}
+
+
+def test_the_page_names_the_ports_that_are_let_out() -> None:
+    (policy,) = [one["spec"] for one in rendered("platform") if one["metadata"]["name"] == "graft-internal"]
+    (anywhere,) = [rule["ports"] for rule in policy["egress"] if "to" not in rule]
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    (named,) = re.findall(r"the TCP ports ([\d, and]+) of\s+any address", page)
+    assert {int(port) for port in re.findall(r"\d+", named)} == {one["port"] for one in anywhere}
 
 
 def templates(value: Any) -> list[dict[str, Any]]:

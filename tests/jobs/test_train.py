@@ -25,7 +25,7 @@ from graft_dist.policy import GraftPolicy
 from graft_dist.target import Target
 from jobs import ablation
 from jobs.scorer_training import ScorerPlan
-from jobs.train import main
+from jobs.train import main, parser, request_from
 from storage import TrajectoryStore
 from storage.registered_model import write_model
 from storage.registry import CHALLENGER, Registry
@@ -266,6 +266,15 @@ def test_what_cannot_work_is_one_sentence(
     assert main(arguments(folder, tmp_path / "run", *options)) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
+
+
+def test_a_job_waits_for_nodes_only_if_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--config", "smollm2-135m", "--store", str(tmp_path / "store"), "--out", str(tmp_path / "run")]
+    for more, seconds in (([], 0.0), (["--wait-for-nodes", "1200"], 1200.0)):
+        assert request_from(parser().parse_args([*given, *more])).placement.wait_for_nodes_s == seconds
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_args([*given, "--wait-for-nodes", "-1"])
+    assert "-1 is not a number from 0 on" in capsys.readouterr().err
 
 
 def test_a_submitted_job_needs_absolute_folders(
