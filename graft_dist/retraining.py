@@ -72,6 +72,13 @@ class Retraining(BaseModel):
             raise ValueError("gate_rank needs hidden: how many numbers are recorded of each hidden state")
         return self
 
+    @field_validator("runs", mode="after")
+    @classmethod
+    def _check_runs(cls, place: str) -> str:
+        if "://" in place:
+            raise ValueError("allowed is a folder, or ~/folder, that all nodes see: not a URI")
+        return place
+
     @field_validator("explore", mode="after")
     @classmethod
     def _check_explore(cls, budgets: tuple[int, ...]) -> tuple[int, ...]:

@@ -43,18 +43,13 @@ def run_job(name: str, again: str, work: Callable[[], int]) -> int:
         return 130
 
 
-def check_folders(out: str, store: str) -> None:
-    """Raise `ConfigError` where a submitted job is given folders that mean others from another working directory."""
-    if job_id() is not None and not all(is_absolute(place) for place in (out, store)):
+def check_place(name: str, place: str) -> None:
+    """Raise `ConfigError` where a submitted job is given a path, as `name`, that depends on the working directory."""
+    if job_id() is not None and "://" not in place and not os.path.isabs(place):
         raise ConfigError(
-            "--out and --store must be absolute in a submitted job: it runs in a copy of the working directory that is "
-            "deleted"
+            f"{name} {place} is relative, but a submitted job runs in a copy of the working directory that is deleted; "
+            "give an absolute path that all nodes see"
         )
-
-
-def is_absolute(place: str) -> bool:
-    """Whether a folder, given as a path or a URI, is the same one from every working directory."""
-    return place.startswith(("file:///", "s3://")) or os.path.isabs(place)
 
 
 def whole_number(text: str) -> int:

@@ -26,11 +26,11 @@ from ray.exceptions import RayActorError, RayTaskError
 from graft_dist.bench import Arm, Measurement
 from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError, GraftError
-from jobs.arguments import count, is_absolute
+from jobs.arguments import check_place, count
 from jobs.bench_plan import BenchPlan, Cell, Group, first_of_each_task, measured_prompts, read_plan, tuning_prompts
 from jobs.bench_run import BenchRun, render_table
 from jobs.bench_worker import BenchWorker
-from jobs.cluster import Room, check_fits, connect, job_id, reserved
+from jobs.cluster import Room, check_fits, connect, reserved
 from jobs.out_file import make_out_folder, write_aside
 
 MAX_RESTARTS = 2
@@ -84,11 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if job_id() is not None and not is_absolute(str(options.out)):
-        raise ConfigError(
-            f"--out {options.out} is relative, but a submitted job runs in a copy of the working directory that is "
-            "deleted; give an absolute path"
-        )
+    check_place("--out", str(options.out))
     plan = read_plan(options.plan)
     configs = [load_config(name) for name in plan.targets if options.target in (None, name)]
     if not configs:

@@ -24,8 +24,7 @@ from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.policy import METHODS
 from graft_dist.sampling import SamplingParams
-from jobs.arguments import count, from_zero, job_parser, list_of, positive, whole_number
-from jobs.cluster import job_id
+from jobs.arguments import check_place, count, from_zero, job_parser, list_of, positive, whole_number
 from jobs.collection import CollectRequest, run
 from jobs.decode_spec import DecodeSpec
 from jobs.driver import DriverSettings
@@ -103,23 +102,15 @@ def _spec(options: argparse.Namespace, config: TargetConfig) -> DecodeSpec:
 def _store(out: str | None) -> str:
     if out is None:
         raise ConfigError("--out is missing: name the folder of the trajectory store (or use --no-write)")
-    _check_place("--out", out)
+    check_place("--out", os.path.expanduser(out))
     return out
 
 
 def _summary(file: str) -> Path:
-    _check_place("--summary", file)
     path = Path(file).expanduser()
+    check_place("--summary", str(path))
     check_out_file(path, "--summary")
     return path
-
-
-def _check_place(option: str, place: str) -> None:
-    if job_id() is not None and "://" not in place and not os.path.isabs(os.path.expanduser(place)):
-        raise ConfigError(
-            f"{option} {place} is relative, but a submitted job runs in a copy of the working directory that is "
-            "deleted; give an absolute path that all nodes see"
-        )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,10 +19,11 @@ from typing import Any
 
 from graft_dist.config import TargetConfig
 from graft_dist.drift import Drift, Verdict
-from graft_dist.errors import ConfigError, GraftError, RegistryError, RegistryUnavailableError, StoreError
+from graft_dist.errors import GraftError, RegistryError, RegistryUnavailableError, StoreError
 from graft_dist.retraining import Retraining
 from graft_dist.sampling import SamplingParams
-from jobs.cluster import ClusterBusyError, job_id
+from jobs.arguments import check_place
+from jobs.cluster import ClusterBusyError
 from jobs.collection import CollectRequest
 from jobs.collection import run as collect
 from jobs.decode_spec import DecodeSpec
@@ -173,12 +174,7 @@ def _check_places(request: RetrainRequest) -> None:
     settings = request.settings
     traffic = [("prompts", source.traffic) for source in settings.prompts if source.traffic is not None]
     for key, place in (("store", settings.store), ("runs", settings.runs), *traffic):
-        is_uri = key != "runs" and "://" in place
-        if job_id() is not None and not is_uri and not Path(place).expanduser().is_absolute():
-            raise ConfigError(
-                f"retrain.{key} is {place!r}, but a submitted job runs in a copy of the working "
-                "directory that is deleted; give an absolute path that all nodes see"
-            )
+        check_place(f"retrain.{key}", os.path.expanduser(place))
 
 
 def _run_to_do(request: RetrainRequest) -> str:

@@ -87,10 +87,12 @@ def batches_of(files: Sequence[Place], schema: pa.Schema) -> Iterator[pa.RecordB
     Not a scan of Arrow's datasets: that decodes on while a slow reader is busy, up to a gigabyte.
     """
     for place in files:
-        # Of an object all columns are asked for at once, else each would be a request of its own.
+        # Of an object a row group's columns are asked for at once, else each would be a request of its own; a row group
+        # at a time, else those of the whole object would be held.
         with pq.ParquetFile(place.path, filesystem=place.files, pre_buffer=not place.is_local) as file:
-            for batch in file.iter_batches(_BATCH_ROWS):
-                yield _in_columns(batch, schema)
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group]):
+                    yield _in_columns(batch, schema)
 
 
 def _in_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

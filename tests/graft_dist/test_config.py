@@ -163,6 +163,7 @@ def test_folders_are_told_from_hub_ids() -> None:
         ("retrain: {prompts: [{path: a.jsonl}], marjin: 0}", ["unknown key retrain.marjin", "did you mean margin?"]),
         ("retrain: {prompts: [{path: a.jsonl}], margin: 2}", ["retrain.margin is 2", "a share from 0 to 1"]),
         ("retrain: {prompts: [{path: a.jsonl}], drift: {drop: 2}}", ["retrain.drift.drop is 2", "a share above 0"]),
+        ("retrain: {prompts: [{path: a.jsonl}], runs: 's3://bucket/runs'}", ["retrain.runs", "not a URI"]),
         ("retrain: {prompts: [{path: a.jsonl}], explore: [0, 8]}", ["retrain.explore", "two of them at least above 0"]),
         ("retrain: {prompts: [{path: a.jsonl, limit: 0}]}", ["retrain.prompts.0.limit is 0", "from 1 on"]),
         ("retrain: {prompts: [{path: a.jsonl, hub: a/b}]}", ["retrain.prompts.0", "one of path, hub and traffic"]),

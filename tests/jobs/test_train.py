@@ -282,4 +282,4 @@ def test_a_submitted_job_needs_absolute_folders(
 ) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "x"}}))
     assert main(arguments(folder, Path("run"))) == 2
-    assert "must be absolute" in capsys.readouterr().err
+    assert "is relative, but a submitted job" in capsys.readouterr().err

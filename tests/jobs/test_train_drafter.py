@@ -237,4 +237,4 @@ def test_a_submitted_job_needs_absolute_folders(
     described = {"metadata": {"job_submission_id": "x"}}
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(described))
     assert main(arguments(config_file, prompts_file, tmp_path, "--out", "run")) == 2
-    assert "must be absolute" in capsys.readouterr().err
+    assert "is relative, but a submitted job" in capsys.readouterr().err
