@@ -26,7 +26,7 @@ $(STAMP): requirements.lock requirements-target.lock pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no python3.11, python3.12 or python3.13 found: install one, or give PYTHON=..."; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the pinned dependencies (a few minutes the first time)"
-	xargs -n 48 -P 4 $(INSTALL) --no-deps < requirements.lock
+	-xargs -n 48 -P 4 $(INSTALL) --no-deps < requirements.lock
 	$(INSTALL) --requirement requirements.lock
 	$(INSTALL) --no-deps --requirement requirements-target.lock
 	$(INSTALL) --no-deps --no-build-isolation --editable .

@@ -9,7 +9,8 @@ and merged files hold two runs. Every step has a process of its own. DuckDB's me
 whole process, by the kernel (`RLIMIT_DATA`, on Linux): a step that wants more fails, and the benchmark with it. `DIR`
 is made, and must not be there; while the training step runs, its lessons lie beside it. `--out` gets the machine
 (run.json, first), the rows (raw.jsonl, one by one) and a table (summary.md, in the end, also of what was done before a
-step failed). With `--resume` it goes on with the step that failed or was interrupted; run.json says so.
+step failed). With `--resume` it goes on with the step that failed or was interrupted, a merge or deletion with what is
+left of it; run.json says so. Other `--rounds`, `--memory` or `--threads` are refused then.
 """
 
 from __future__ import annotations
@@ -341,10 +342,33 @@ def keep_machine(out: Path, options: dict[str, Any], num_done: int) -> dict[str,
 
 
 def rows_of(out: Path) -> list[Measured]:
-    """What an earlier start has measured; nothing where there was none."""
+    """What an earlier start has measured; nothing where there was none. A line that was cut off is taken out."""
     raw = out / "raw.jsonl"
-    lines = raw.read_text(encoding="utf-8").splitlines() if raw.exists() else []
-    return [Measured(**json.loads(line)) for line in lines]
+    whole = (
+        [line for line in raw.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+        if raw.exists()
+        else []
+    )
+    if whole:
+        raw.write_text("".join(whole), encoding="utf-8")
+    return [Measured(**json.loads(line)) for line in whole]
+
+
+def differences(out: Path, options: dict[str, Any]) -> list[str]:
+    """In what a start would differ from the first one, whose rows it would go on with."""
+    first = json.loads((out / "run.json").read_text(encoding="utf-8"))["options"]
+    names = ("rounds", "memory", "threads")
+    return [f"--{name.replace('_', '-')} {first[name]}" for name in names if first[name] != options[name]]
+
+
+def limits_of(out: Path) -> str:
+    """What steps' processes might take, as the starts were told."""
+    about = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    limits = [about["options"]["process_memory"]]
+    for later in about.get("resumed", []):
+        if (limit := later["options"]["process_memory"]) != about["options"]["process_memory"]:
+            limits.append(f"{limit} from row {later['steps_before'] + 1} on")
+    return ", ".join(limits)
 
 
 def num_bytes_of(text: str) -> int:
@@ -449,6 +473,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(f"--process-memory: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
+    other = differences(options.out, vars(options)) if rows else []
+    if other:
+        parser.error(f"the rows in {options.out} were measured with {', '.join(other)}: --resume takes the same")
     shown = {name: value for name, value in vars(options).items() if name not in ("store", "out")}
     measure("provenance", "no store", keep_machine, (options.out, shown, len(rows)), None)
     every = steps(str(options.store.absolute()), options.rounds, options.memory, options.threads)
@@ -462,7 +489,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 memory_used = f"{row.peak_mib:.0f} MiB ({row.own_mib:.0f} own)"
                 print(f"{row.step} ({row.state}): {row.seconds:.2f} s, {memory_used}, {row.result}", flush=True)
     finally:
-        table = summary(rows, options.memory, options.process_memory)
+        table = summary(rows, options.memory, limits_of(options.out))
         (options.out / "summary.md").write_text(table, encoding="utf-8")
 
 

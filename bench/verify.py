@@ -14,7 +14,8 @@ A document says where its figures come from in comments, each in front of the ta
     <!-- figures: bench/y/log.jsonl; rows: step; columns: loss, depth_accuracy.0 -->
 
 A row is method, budget and task of `summary.json` (load and arm where there are those), decoder and task of a file of
-such rows, or the key of a log whose value stands in the row's first cell. A folder without a `summary.json` is a log of
+such rows, or the key of a log whose value stands in the row's first cell (a large store's steps have the store's state
+with them: "query: gain, merged"). A folder without a `summary.json` is a log of
 its `*.json` files, such as the summaries of `jobs/collect.py`; their names without the ending are the key `run`. A
 column is named for each cell but the first, which says what the row is. A paragraph's figures are its numbers with a
 decimal point or a percent sign, in order. Each has to be the value as rounded to the digits it is shown with; files are
@@ -385,6 +386,7 @@ def _lookup(source: Path) -> Lookup:
         lines = read_summaries(source) if source.is_dir() else read_lines(source)
         cells = {f"{key} {row[key]}": row for row in lines for key in row if isinstance(row[key], int | str)}
         cells |= {f"{row['decoder']} {row['task']}": row for row in lines if "decoder" in row}
+        cells |= {f"step {row['step']}, {row['state']}": row for row in lines if "state" in row}
 
     def look(name: str) -> Any:
         row, _, column = " ".join(name.split()).rpartition(" ")

@@ -52,6 +52,13 @@ def check_place(name: str, place: str) -> None:
         )
 
 
+def check_folder(name: str, place: str) -> None:
+    """As `check_place`, for what has to be a folder that is mounted."""
+    if "://" in place:
+        raise ConfigError(f"{name} {place} is a URI: give a folder that all nodes see")
+    check_place(name, place)
+
+
 def whole_number(text: str) -> int:
     """Any whole number, such as -3."""
     try:

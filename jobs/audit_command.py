@@ -37,6 +37,7 @@ def run_audit(  # noqa: PLR0913 - one argument is one option of the command
     """Audit the methods; returns the exit code: 0 if all are lossless, 1 for a bug, a failed prompt, an empty test."""
     if out is not None:
         check_out_file(out)
+    identity, about = file_identity(prompt_file), provenance()  # now: the file may be gone in the end
     target, drafter = load_decoder(config, *methods)
     arms = expand_arms(methods, budgets, drafter.draft_depth if drafter else 0, caps_of(learned))
     maker = new_maker(config, target, drafter, learned)
@@ -66,10 +67,10 @@ def run_audit(  # noqa: PLR0913 - one argument is one option of the command
     exit_code = report_failures(failed)
     if out is not None:
         settings = {"config": public_config(config), "sampling": asdict(params), "slots": slots, "near_tie": near_tie}
-        settings |= {"dtype": target.dtype_name, "prompt_file": file_identity(prompt_file)}
+        settings |= {"dtype": target.dtype_name, "prompt_file": identity}
         settings |= {"target_fingerprint": target.fingerprint, "policy_fingerprint": learned.fingerprint}
         settings |= {"drafter_fingerprint": None if drafter is None else drafter.fingerprint}
-        content = {"settings": settings, **provenance(), "reports": [asdict(report) for report in reports]}
+        content = {"settings": settings, **about, "reports": [asdict(report) for report in reports]}
         write_aside(out, to_json(content))
     return 0 if exit_code == 0 and all(report.passed for report in reports) else 1
 

@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from graft_dist.bench import Arm, Measurement
 from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError, GraftError
-from jobs.arguments import check_place, count
+from jobs.arguments import check_folder, count
 from jobs.bench_plan import BenchPlan, Cell, Group, first_of_each_task, measured_prompts, read_plan, tuning_prompts
 from jobs.bench_run import BenchRun, render_table
 from jobs.bench_worker import BenchWorker
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_place("--out", str(options.out))
+    check_folder("--out", str(options.out))
     plan = read_plan(options.plan)
     configs = [load_config(name) for name in plan.targets if options.target in (None, name)]
     if not configs:

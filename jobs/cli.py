@@ -560,11 +560,12 @@ def query(
     sql: Annotated[str, typer.Argument(help="SQL over the views sequences and rounds, or the name of a stored query.")],
     store: Store,
     format: Annotated[TableFormat, typer.Option(help="How to print the answer.")] = TableFormat.table,
+    memory: Annotated[str, typer.Option(help="What DuckDB may take, such as 8GB; more goes to files in .tmp.")] = "2GB",
 ) -> None:
     """Ask a trajectory store a question in SQL, also while a job writes to it."""
     from storage.query import query as answer
 
-    print(answer(store, sql, format.value))
+    print(answer(store, sql, format.value, memory_limit=memory))
 
 
 @store_app.command()
@@ -706,6 +707,10 @@ def serve(
         str | None,
         typer.Option(help="Folder of a learned policy, or none; default: the one that ships for the target."),
     ] = None,
+    follow_champion: Annotated[
+        bool, typer.Option("--follow-champion", help="Decode with the registry's champion, whoever it becomes.")
+    ] = False,
+    tracking_uri: Tracking = None,
     methods: Annotated[
         str, typer.Option(help="Comma-separated: what a request may ask for by itself; empty for nothing.")
     ] = "plain,ddtree,graft",
@@ -716,8 +721,11 @@ def serve(
     api_keys_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line; default: no key.")] = None,
 ) -> None:
     """Serve a target behind an OpenAI-compatible endpoint until Ctrl-C."""
+    from jobs.registry_command import tracking_uri as resolved
     from jobs.serve_command import ServeRequest, run_serve
 
+    if tracking_uri is not None and not follow_champion:
+        raise ConfigError("--tracking-uri is where --follow-champion looks for the champion: give both")
     request = ServeRequest(
         config=config,
         host=host,
@@ -728,6 +736,7 @@ def serve(
         threads=threads,
         address=address,
         api_keys_file=api_keys_file,
+        followed_registry=resolved(tracking_uri) if follow_champion else None,
     )
     raise typer.Exit(run_serve(request))
 

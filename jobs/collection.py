@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -70,7 +70,7 @@ def run(request: CollectRequest, failpoint: Callable[[str], None] = lambda _: No
                 models = pool.start()[0].models
                 say(f"{pool.num_workers} actors ready, each with {request.num_slots} slots and {_models_line(models)}")
                 result = _work(request, prompts, store, pool, models, stop, failpoint)
-                figures = _conclude(result, len(prompts), store, models.identity(request.spec))
+                figures = _conclude(result, request, prompts, store, models.identity(request.spec))
         if request.summary is not None:
             try:
                 _write_summary(request, models, figures)
@@ -157,13 +157,20 @@ def _preflight(
         say(f"{expected.line()} for {store.root}")
 
 
-def _conclude(result: RunResult, num_prompts: int, store: TrajectoryStore | None, run_id: str) -> dict[str, Any]:
+def _conclude(
+    result: RunResult,
+    request: CollectRequest,
+    prompts: Sequence[Prompt | BadPrompt],
+    store: TrajectoryStore | None,
+    run_id: str,
+) -> dict[str, Any]:
     """Say how the run ended. Returns what was said, under the names that it has in a summary."""
-    tally, figures = result.committed, _figures(result, num_prompts)
+    tally, figures = result.committed, _figures(result, len(prompts))
     of_run = (tally.num_sequences, tally.num_errors)
     if result.ending is Ending.COMPLETE:
         if store is not None:
-            of_run = _count_sequences(store, run_id)
+            units = plan(prompts, request.spec, run_id, request.unit_size)
+            of_run = _count_sequences(store, run_id, {item.sequence_id for unit in units for item in unit.items})
         if 0 < of_run[0] == of_run[1]:
             figures["exit_code"] = Ending.PARTIAL.value
     say(
@@ -184,7 +191,7 @@ def _conclude(result: RunResult, num_prompts: int, store: TrajectoryStore | None
         figures["snapshot"] = store.snapshot().name
         say(f"store {store.root} is now {figures['snapshot']}")
     if of_run[0] > tally.num_sequences:
-        say(f"with what was there already {of_run[0]} sequences of this run ({of_run[1]} of them errors)")
+        say(f"with what was there already {of_run[0]} sequences of these prompts ({of_run[1]} of them errors)")
     if figures["exit_code"] != result.ending.value:
         say("not one prompt could be answered")
     return figures
@@ -241,12 +248,15 @@ def committed_sequences(store: TrajectoryStore, run_id: str) -> set[str]:
     return {row[0] for row in rows}
 
 
-def _count_sequences(store: TrajectoryStore, run_id: str) -> tuple[int, int]:
-    """How many sequences this run has committed by now, earlier starts included, and how many of them are errors."""
-    sql = "SELECT count(*), count(error) FROM sequences WHERE run_id = ?"
+def _count_sequences(store: TrajectoryStore, run_id: str, wanted: Collection[str]) -> tuple[int, int]:
+    """How many of these sequences the run has committed by now, earlier starts included, and how many are errors.
+
+    Others of the same run are those of other prompt files.
+    """
+    sql = "SELECT sequence_id, error IS NOT NULL FROM sequences WHERE run_id = ?"
     with connect_store(str(store.root), threads=1) as connection:
-        (counts,) = connection.execute(sql, [run_id]).fetchall()
-    return counts
+        is_error = {name: failed for name, failed in connection.execute(sql, [run_id]).fetchall() if name in wanted}
+    return len(is_error), sum(is_error.values())
 
 
 class StoreLog:

@@ -56,9 +56,13 @@ def count_unlearned(runs: Path) -> int:
 
 
 def last_training(runs: Path) -> float:
-    """When the last training began whose policy was judged, in seconds since 1970; 0.0 where there was none."""
-    trainings = [record for record in runs.glob("*/4-train.json") if _is_judged(record.parent)]
-    return max((_moment(record, "started_at") for record in trainings), default=0.0)
+    """Since when there may be rounds that no policy was trained on and judged, in seconds since 1970; 0.0: since ever.
+
+    A training takes what is there when it first begins, which is when the step before it has ended; the start that its
+    own record names may be a later one.
+    """
+    before = [record for record in runs.glob("*/3-compact.json") if _is_judged(record.parent)]
+    return max((_moment(record, "finished_at") for record in before), default=0.0)
 
 
 def asked_before(runs: Path) -> set[str]:

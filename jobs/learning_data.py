@@ -170,18 +170,20 @@ def read_learning_data(
     return data
 
 
-def count_recorded(config: TargetConfig, root: str, *, since: float, every_prompt: bool, needs_hidden: bool) -> int:
+def count_recorded(
+    config: TargetConfig, root: str, *, since: float, every_prompt: bool, min_rounds: int, needs_hidden: bool
+) -> int:
     """How many sequences recorded from traffic since then (seconds since 1970) a policy can be learned from.
 
     Raises:
-        StoreError: nothing can be learned from the store, in one sentence.
+        GraftError: nothing can be learned from the store, in one sentence.
     """
     snapshot = open_snapshot(root, None)
     with closing(connect(root, snapshot=snapshot)) as connection:
         if count_sequences(connection, config.slug, "traffic", since) == 0:
             return 0
     data = read_learning_data(
-        config, root, snapshot, every_prompt=every_prompt, min_rounds=0, needs_hidden=needs_hidden
+        config, root, snapshot, every_prompt=every_prompt, min_rounds=min_rounds, needs_hidden=needs_hidden
     )
     sequences = (sequence for split in SPLITS for sequence in data.splits[split])
     return sum(each.source == "traffic" and each.written_at >= since for each in sequences)

@@ -28,7 +28,12 @@ from jobs.out_file import write_aside
 
 
 class LeaseHeldError(GraftError):
-    """Another run holds the lease and is alive."""
+    """Another run holds the lease, and has given a sign of life lately."""
+
+    def __init__(self, message: str, beat_at: float, is_near: bool) -> None:
+        super().__init__(message)
+        self.beat_at = beat_at  # seconds since 1970: the last sign of life
+        self.is_near = is_near  # its process is seen, and needs to give none
 
 
 class LeaseLostError(GraftError):
@@ -46,6 +51,11 @@ class Holder:
     acquired_at: float  # seconds since 1970
     beat_at: float  # seconds since 1970: the last sign of life
     processes: str = ""  # where `pid` counts, see `_processes`
+
+    @property
+    def is_near(self) -> bool:
+        """Whether this process sees that one's number, if it is there."""
+        return self.processes != "" and (self.host, self.processes) == (platform.node(), _processes())
 
 
 class Lease:
@@ -81,7 +91,9 @@ class Lease:
             if holder is not None and self._is_alive(holder, now):
                 raise LeaseHeldError(
                     f"run {holder.run_id} is at work (process {holder.pid} on {holder.host}, last sign of life "
-                    f"{max(0.0, now - holder.beat_at):.0f} s ago)"
+                    f"{max(0.0, now - holder.beat_at):.0f} s ago)",
+                    holder.beat_at,
+                    holder.is_near,
                 )
             self._write(Holder(self._token, self.run_id, platform.node(), os.getpid(), now, now, _processes()))
         return holder
@@ -108,9 +120,8 @@ class Lease:
     def _is_alive(self, holder: Holder, now: float) -> bool:
         if holder.token == self._token or now - holder.beat_at >= self.stale_after_s:
             return False
-        # Among this process's own there is no need to wait for the silence to grow long.
-        is_near = holder.processes != "" and (holder.host, holder.processes) == (platform.node(), _processes())
-        return not is_near or Path(f"/proc/{holder.pid}").exists()
+        # Of a process that can be seen there is no need to wait for the silence to grow long.
+        return not holder.is_near or Path(f"/proc/{holder.pid}").exists()
 
     def _read(self) -> Holder | None:
         """The holder; None without one, or where the file says nothing that can be read."""
@@ -149,17 +160,22 @@ def hold(
     """Hold the lease for a block of code, with signs of life from a thread of their own.
 
     Yields the silent holder that it was taken over from, or None. That thread calls `on_lost`, once, when another run
-    has taken over. Raises what `Lease.acquire` does; `LeaseHeldError` when another run holds it after `wait_s` seconds.
+    has taken over. Raises what `Lease.acquire` does; `LeaseHeldError` when another run holds it after `wait_s` seconds
+    and is seen to be alive: of one elsewhere the next sign of life is waited for, since a job that is started again
+    after its machine's restart would else give way to its own ghost.
     """
     deadline = time.monotonic() + wait_s
+    first_beat: float | None = None
     while True:
         try:
             former = lease.acquire()
             break
-        except LeaseHeldError:
-            if time.monotonic() >= deadline:
+        except LeaseHeldError as held:
+            first_beat = held.beat_at if first_beat is None else first_beat
+            is_alive = held.is_near or held.beat_at != first_beat
+            if time.monotonic() >= deadline and is_alive:
                 raise
-            time.sleep(min(poll_s, max(0.0, deadline - time.monotonic())))
+            time.sleep(poll_s if time.monotonic() >= deadline else min(poll_s, deadline - time.monotonic()))
     ended = threading.Event()
 
     def beat() -> None:

@@ -35,6 +35,7 @@ LIVE_PROMPT = Prompt(
     "live", "code", ("Write a Python function that returns the n-th Fibonacci number, and explain it.",)
 )
 _MOST_FAILED_POLLS = 40  # in a row, before a job is given up
+_STOP_TIMEOUT_S = 15.0  # Ray kills a driver that has not ended after 3 s
 QUESTIONS = (
     ("summary", "What was collected: MAT, mismatch rate, tokens per second of one engine"),
     ("acceptance", "How often the accepted path reaches a depth"),
@@ -91,7 +92,11 @@ def collect(request: QuickstartRequest) -> None:
         # The bars of the built-in target's conversion, drawn by both actors, would bury the progress.
         runtime_env = {"working_dir": str(REPOSITORY), "env_vars": {"TQDM_DISABLE": "1"}}
         job = client.submit_job(entrypoint=entrypoint, runtime_env=runtime_env)
-        details = follow(client, job)
+        try:
+            details = follow(client, job)
+        except BaseException:
+            _stop(client, job)
+            raise
         if details.driver_exit_code != 0:
             raise GraftError(f"the collect job ended as {details.status} with exit code {details.driver_exit_code}")
         _title("Stopping the Ray head")
@@ -146,6 +151,13 @@ def follow(
         time.sleep(poll_s)
 
 
+def _stop(client: JobSubmissionClient, job: str) -> None:
+    """End the job and wait for it: its driver has a session of its own and would outlive the head by a second or two."""
+    with contextlib.suppress(GraftError, OSError, RuntimeError):
+        client.stop_job(job)
+        follow(client, job, write=lambda _: None, timeout_s=_STOP_TIMEOUT_S)
+
+
 def ask(store: Path) -> None:
     """Print the answers to a few of the named questions."""
     for name, question in QUESTIONS:
@@ -154,7 +166,10 @@ def ask(store: Path) -> None:
 
 
 def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
-    """Answer one prompt plainly and with a tree per round, in this process, and print the speed-up."""
+    """Answer one prompt plainly and with a tree per round, in this process, and print the speed-up.
+
+    Raises `GraftError` when the two texts differ in float32, where nothing excuses it.
+    """
     # Here and not above: the models' libraries take seconds to import, and the job shall not wait for them.
     from graft_dist.decoder import load_decoder, new_engine
     from graft_dist.generate import Answer, Request, answer_all, to_request
@@ -179,7 +194,13 @@ def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
         answers += answer_all(engine, [request], params, on_text=print_text)
         print(f"\n[{describe(answers[-1])}]", flush=True)
     slow, fast = answers
-    same = "the same text" if slow.token_ids == fast.token_ids else "texts differ in bfloat16: see `graft audit`"
+    differs = slow.token_ids != fast.token_ids
+    if differs and target.dtype_name == "float32":
+        raise GraftError(
+            "the texts of plain decoding and of draft trees differ in float32, where they have to be the same: run "
+            "`graft audit` with this configuration to find out at which token, and why"
+        )
+    same = f"texts differ in {target.dtype_name}: see `graft audit`" if differs else "the same text"
     print(f"\nspeed-up by draft trees: {slow.decode_s / fast.decode_s:.2f} times, {same}", flush=True)
 
 

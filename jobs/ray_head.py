@@ -66,7 +66,11 @@ class RayHead:
         command += [f"--temp-dir={self.folder}", "--disable-usage-stats", *options]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment | {"TMPDIR": str(self.folder)},  # the dashboard leaves folders behind when it is killed
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     @staticmethod

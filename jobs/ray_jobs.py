@@ -47,7 +47,7 @@ class RayJobs:
                 runtime_env=dict(self._runtime_env),
                 metadata=dict(metadata),
             )
-        except (OSError, RuntimeError, AuthenticationError) as error:
+        except (OSError, RuntimeError, ValueError, AuthenticationError) as error:  # the third: no folder
             if f"{submission_id} already exists" in str(error):
                 return False
             raise self._unavailable(error) from error

@@ -31,7 +31,7 @@ from graft_dist.config import load_config
 from graft_dist.errors import ConfigError
 from graft_dist.retraining import Retraining
 from jobs import train
-from jobs.arguments import count, job_parser, run_job
+from jobs.arguments import count, job_parser, run_job, whole_number
 from jobs.registry_command import tracking_uri
 from jobs.retraining import WAIT_FOR_NODES_S, RetrainRequest, run
 from storage.place import Place
@@ -57,6 +57,7 @@ def request_from(options: argparse.Namespace) -> RetrainRequest:
         "runs": options.runs,
         "tracking_uri": options.tracking_uri,
         "num_prompts": options.num_prompts,
+        "num_workers": options.num_workers,
     }
     given = {key: value for key, value in given.items() if value is not None}
     if config.retrain is None and "prompts" not in given:
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--runs", metavar="DIR", help="folder of runs, instead of the configuration's")
     add("--tracking-uri", metavar="URI", help="MLflow, instead of the configuration's")
     add("--num-prompts", type=count, metavar="N", help="fresh prompts at most, instead of the configuration's")
+    add("--num-workers", type=whole_number, metavar="N", help="Ray Train workers, instead of the configuration's")
     add("--run-id", metavar="ID", help="go on with this run, or begin one of this name (default: the unfinished one)")
     add("--if-drifted", action="store_true", help="only if recorded traffic accepts less than the champion's training")
     add("--wait", type=float, default=0.0, metavar="S", help="wait so many seconds for another run to end (0)")

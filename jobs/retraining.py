@@ -12,6 +12,7 @@ import shutil
 import signal
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 from graft_dist.config import TargetConfig
 from graft_dist.drift import Drift, Verdict
-from graft_dist.errors import GraftError, RegistryError, RegistryUnavailableError, StoreError
+from graft_dist.errors import ConfigError, GraftError, RegistryError, RegistryUnavailableError, StoreError
 from graft_dist.retraining import Retraining
 from graft_dist.sampling import SamplingParams
 from jobs.arguments import check_place
@@ -141,9 +142,11 @@ def _run_alone(
         line = f"{results.outcome}: {results.reason}" if isinstance(results, Ends) else str(results["decide"]["line"])
         code = 0
     except StepFailedError as error:
+        check()  # whoever has lost the lease must not end the run for the one that goes on with it
         line, code = str(error), EXIT_FAILED
     except StepBrokenOffError as broken:
-        check()  # whoever has lost the lease has nothing more to say of the run
+        with suppress(OSError):  # what the step met comes first
+            check()
         if not isinstance(broken.__cause__, Stopped | KeyboardInterrupt | SystemExit):  # nobody foresaw it
             traceback.print_exception(broken.__cause__)
         say(f"{broken}; the same command goes on there")
@@ -175,6 +178,17 @@ def _check_places(request: RetrainRequest) -> None:
     traffic = [("prompts", source.traffic) for source in settings.prompts if source.traffic is not None]
     for key, place in (("store", settings.store), ("runs", settings.runs), *traffic):
         check_place(f"retrain.{key}", os.path.expanduser(place))
+    elsewhere = [place for _, place in traffic if _plain(place) != _plain(settings.store)]
+    if request.only_if_drifted and elsewhere and len(elsewhere) == len(traffic):
+        raise ConfigError(
+            f"--if-drifted looks for traffic in retrain.store, {settings.store}, and the configuration's is in "
+            f"{elsewhere[0]}: record it in the former (record_traffic.store of the servers)"
+        )
+
+
+def _plain(place: str) -> str:
+    """A store's place, spelt in one way."""
+    return os.path.expanduser(place.removeprefix("file://")).rstrip("/")
 
 
 def _run_to_do(request: RetrainRequest) -> str:
@@ -399,9 +413,10 @@ class _Job:
                 self.request.store,
                 since=last_training(self.request.runs),
                 every_prompt=self.settings.every_prompt,
+                min_rounds=self.settings.min_rounds,
                 needs_hidden=self.settings.gate_rank > 0,
             )
-        except StoreError as error:  # a store that is new, say
+        except GraftError as error:  # a store that is new, say, or has too few rounds
             say(f"recorded requests cannot be learned from ({error})")
             return 0
 

@@ -111,7 +111,7 @@ class Scheduler:
         job = jobs.get(attempt.submission_id)
         if attempt.status == Status.waiting:
             if now - attempt.not_before > target.schedule.max_lateness:
-                self._miss(target, attempt, now, "no scheduler was at work when it was to be tried again")
+                self._miss(target, attempt, now, "it could not be tried again in time")
             elif attempt.not_before <= now:
                 self._retry(target, attempt, jobs, now)
         elif job is None and attempt.status == Status.submitting:

@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -210,4 +210,5 @@ def _only_one(state: Path) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    with suppress(OSError):  # where the output goes to a full disk, the schedule goes on all the same
+        print(line, flush=True)

@@ -42,6 +42,7 @@ class ServeRequest:
     threads: int | None
     address: str | None  # of a cluster's dashboard; None: start a cluster here
     api_keys_file: Path | None
+    followed_registry: str | None = None  # MLflow's address: its champion is put in force; None: the policy stays
 
 
 def run_serve(request: ServeRequest) -> int:
@@ -127,6 +128,13 @@ def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any
         args["threads"] = request.threads
     if request.api_keys_file is not None:
         args["api_keys_file"] = str(request.api_keys_file.resolve())
+    if request.followed_registry is not None:
+        if request.policy not in (None, "none"):
+            raise ConfigError(
+                f"--follow-champion would put the registry's champion in the place of --policy {request.policy}: give "
+                "one of the two"
+            )
+        args["poll_champion"] = {"tracking_uri": _absolute(request.followed_registry)}
     policy = request.policy or default_policy(settings)
     pin = None if policy == "none" else {"folder": _folder(policy)}
     return {
@@ -142,6 +150,14 @@ def default_policy(settings: TargetConfig) -> str:
     """The policy that comes with the package, where the drafter is the one that it was learned with; else "none"."""
     builtin = f"builtin:{settings.slug}"
     return builtin if settings.drafter == builtin and shipped_policy(settings.slug) is not None else "none"
+
+
+def _absolute(tracking_uri: str) -> str:
+    """The same registry from every working directory: replicas have others than this process."""
+    scheme = "sqlite:///"
+    if not tracking_uri.startswith(scheme):
+        return tracking_uri
+    return scheme + str(Path(tracking_uri.removeprefix(scheme)).absolute())
 
 
 def _folder(policy: str) -> str:

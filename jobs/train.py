@@ -21,7 +21,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 
 from graft_dist.config import load_config
 from graft_dist.learning.tdes import TdesTraining
-from jobs.arguments import check_place, count, from_zero, job_parser, run_job, whole_number
+from jobs.arguments import check_folder, check_place, count, from_zero, job_parser, run_job, whole_number
 from jobs.policy_training import PolicyRequest, run
 from jobs.registry_command import tracking_uri
 from jobs.scorer_training import Placement
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def request_from(options: argparse.Namespace) -> PolicyRequest:
     """The request that the options describe. Raises `GraftError` where they cannot work."""
-    check_place("--out", options.out)
+    check_folder("--out", options.out)
     check_place("--store", options.store)
     config = load_config(options.config)
     return PolicyRequest(

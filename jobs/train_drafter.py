@@ -22,7 +22,17 @@ if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, th
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError
 from graft_dist.learning.drafter import DrafterTraining
-from jobs.arguments import check_place, count, from_zero, job_parser, list_of, positive, run_job, whole_number
+from jobs.arguments import (
+    check_folder,
+    check_place,
+    count,
+    from_zero,
+    job_parser,
+    list_of,
+    positive,
+    run_job,
+    whole_number,
+)
 from jobs.drafter_training import DrafterRequest, DrafterShape, run
 
 
@@ -34,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def request_from(options: argparse.Namespace) -> DrafterRequest:
     """The request that the options describe. Raises `GraftError` where they cannot work."""
-    check_place("--out", options.out)
+    check_folder("--out", options.out)
     check_place("--store", options.store)
     try:
         training = DrafterTraining(

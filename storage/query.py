@@ -31,12 +31,13 @@ from storage.schema import PARTITION_COLUMNS, PARTITION_FIELDS, TABLES
 from storage.trajectories import Snapshot, TrajectoryStore
 
 FORMATS = ("table", "csv", "json")
+MEMORY_LIMIT = "2GB"  # enough for every named question to ten million rounds (docs/operations.md)
 
 
 def connect(
     root: str | os.PathLike[str],
     *,
-    memory_limit: str | None = None,
+    memory_limit: str = MEMORY_LIMIT,
     threads: int | None = None,
     snapshot: Snapshot | None = None,
 ) -> duckdb.DuckDBPyConnection:
@@ -44,21 +45,26 @@ def connect(
 
     Args:
         root: the store, also in an object store; need not exist yet, the views are empty then.
-        memory_limit: such as "2GB"; DuckDB's default is 80 % of the machine's memory, for this process alone.
+        memory_limit: of DuckDB, such as "2GB"; what needs more goes to files in `.tmp` of the working directory.
         threads: DuckDB's default is all cores.
         snapshot: an earlier `TrajectoryStore(root).snapshot()` to read instead of the newest.
 
     Raises:
-        StoreError: for a store that cannot be opened.
+        StoreError: for a store that cannot be opened, or a limit that is none.
     """
     taken = snapshot or TrajectoryStore(root).snapshot()
     # Extensions would be downloaded; nothing here needs one, and without a network the attempt only costs seconds.
-    settings: dict[str, Any] = {"autoinstall_known_extensions": False, "autoload_known_extensions": False}
-    if memory_limit is not None:
-        settings["memory_limit"] = memory_limit
+    settings: dict[str, Any] = {
+        "autoinstall_known_extensions": False,
+        "autoload_known_extensions": False,
+        "memory_limit": memory_limit,
+    }
     if threads is not None:
         settings["threads"] = threads
-    connection = duckdb.connect(":memory:", config=settings)
+    try:
+        connection = duckdb.connect(":memory:", config=settings)
+    except duckdb.Error as error:
+        raise StoreError(f"a memory limit of {memory_limit!r} is not a size such as 2GB.") from error
     connection.execute("SET TimeZone = 'UTC'")  # the same answer on every machine
     place = Place.parse(taken.root)
     if not place.is_local:
@@ -87,7 +93,7 @@ def run_query(
     root: str | os.PathLike[str],
     sql_or_name: str,
     *,
-    memory_limit: str | None = None,
+    memory_limit: str = MEMORY_LIMIT,
     threads: int | None = None,
 ) -> pa.Table:
     """The answer to an SQL text, or to the named query of that name, over the store's newest snapshot.
@@ -112,20 +118,21 @@ def run_query(
             ) from error
 
 
-def query(root: str | os.PathLike[str], sql: str, format: str = "table") -> str:
+def query(root: str | os.PathLike[str], sql: str, format: str = "table", *, memory_limit: str = MEMORY_LIMIT) -> str:
     """What `graft query` prints: the answer of `run_query`, formatted.
 
     Args:
         sql: an SQL text or the name of a named query.
         format: "table" (aligned, for people: floats shortened, long cells cut), "csv" (lists as JSON) or "json" (a list
             of objects). Only "table" shortens anything.
+        memory_limit: of DuckDB.
 
     Raises:
         StoreError: as `run_query`, and for another format.
     """
     if format not in FORMATS:
         raise StoreError(f"format {format!r} is not one of {', '.join(FORMATS)}.")
-    answer = run_query(root, sql)
+    answer = run_query(root, sql, memory_limit=memory_limit)
     if format == "json":
         twice = sorted({name for name in answer.column_names if answer.column_names.count(name) > 1})
         if twice:

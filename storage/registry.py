@@ -46,7 +46,8 @@ _ROLLED_BACK = "graft.rolled_back_at"
 _POLICY_PATH = "artifacts/policy"  # of the policy's folder inside the MLflow model
 _REACH_TIMEOUT_S = 5.0
 _ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow says the latter of a missing alias
-_REFUSALS = (*_ABSENT, "RESOURCE_ALREADY_EXISTS", "BAD_REQUEST")  # asked again, MLflow will say the same
+# Asked again, MLflow will say the same. Not BAD_REQUEST: what its database meets is one, too.
+_REFUSALS = (*_ABSENT, "RESOURCE_ALREADY_EXISTS")
 
 
 @dataclass(frozen=True)
@@ -186,12 +187,12 @@ class Registry:
                     f"and the champion is now {champion}"
                 )
             if champion == version:
+                self._forget_rollback(found)
                 return Promotion(version, aliases.get(PREVIOUS))
-            if _ROLLED_BACK in found.tags:
-                self.client.delete_model_version_tag(name, str(version), _ROLLED_BACK)
             if champion is not None:
                 self.client.set_registered_model_alias(name, PREVIOUS, str(champion))
             self.client.set_registered_model_alias(name, CHAMPION, str(version))
+            self._forget_rollback(found)
             return Promotion(version, champion)
 
     def rollback(self, slug: str) -> Promotion:
@@ -204,12 +205,16 @@ class Registry:
                 raise RegistryError(
                     f"{name} has no previous champion to go back to; promote the version that should serve"
                 )
-            self.client.set_registered_model_alias(name, CHAMPION, str(previous))
-            self.client.delete_registered_model_alias(name, PREVIOUS)
-            if champion is not None:
+            if champion is not None:  # first: a rollback that is not known as one would be undone
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 self.client.set_model_version_tag(name, str(champion), _ROLLED_BACK, now)
+            self.client.set_registered_model_alias(name, CHAMPION, str(previous))
+            self.client.delete_registered_model_alias(name, PREVIOUS)
             return Promotion(previous, None)
+
+    def _forget_rollback(self, version: Any) -> None:
+        if _ROLLED_BACK in version.tags:
+            self.client.delete_model_version_tag(version.name, str(version.version), _ROLLED_BACK)
 
     # ---------------------------------------------------------------- reading
 

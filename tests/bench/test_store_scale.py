@@ -40,7 +40,9 @@ def test_every_step_leaves_a_row(tmp_path: Path) -> None:
 def goes_on_after_an_interruption(folder: Path, rows: list[dict[str, Any]]) -> None:
     """Before the last two steps, which find the store as the steps after them have left it."""
     raw = folder / "out" / "raw.jsonl"
-    raw.write_text("".join(raw.read_text().splitlines(keepends=True)[:-2]))
+    raw.write_text("".join(raw.read_text().splitlines(keepends=True)[:-2]) + '{"step": "cut o')
+    other = run(folder, "--rounds", "3000", "--memory", "1GB", "--resume")
+    assert other.returncode == 2 and "were measured with --rounds 2000, --memory 2GB: --resume takes" in other.stderr
     done = run(folder, "--rounds", "2000", "--process-memory", "5GB", "--resume")
     assert done.returncode == 0, done.stderr
     steps = [(row["step"], row["state"]) for row in map(json.loads, raw.read_text().splitlines())]
@@ -49,6 +51,7 @@ def goes_on_after_an_interruption(folder: Path, rows: list[dict[str, Any]]) -> N
     assert about["options"]["process_memory"] == "4GB"
     (resumed,) = about["resumed"]
     assert (resumed["steps_before"], resumed["options"]["process_memory"]) == (len(rows) - 2, "5GB")
+    assert f"4GB, 5GB from row {len(rows) - 1} on (RLIMIT_DATA)" in (folder / "out" / "summary.md").read_text()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere RLIMIT_DATA counts other memory, or none")

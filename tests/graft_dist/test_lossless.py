@@ -237,6 +237,24 @@ def test_the_real_drafter_is_lossless(tiny_llama: Target) -> None:
         assert all(record.conf > 0 for per in records for record in per if len(record.candidate_ids))
 
 
+def test_an_answer_keeps_the_drafters_mask_token(tiny_llama: Target) -> None:
+    """Whichever token of the answer is the mask, accepted from the draft or the target's own after it."""
+    prompt = prompts(tiny_llama.vocab_size, lengths=(7,))[0]
+    request = (prompt, SamplingParams(max_new_tokens=16, ignore_eos=True))
+    expected = decode(tiny_llama, None, plain(), [request])[0]
+    assert len(set(expected[0])) > 5, "a constant answer proves little"
+    num_drafted = num_own = 0
+    for mask in sorted(set(expected[0])):
+        drafter = DFlashDrafter(tiny_model(tiny_llama, mask_token_id=mask), tiny_llama, "untrained")
+        for policy in (chain(), ddtree(120, 100)):
+            got, _, records = decode(tiny_llama, drafter, policy, [request], record=True)
+            assert got == expected, (mask, policy.name)
+            for record in records[0]:
+                num_drafted += record.emitted_tokens[: len(record.accepted)].count(mask)
+                num_own += record.emitted_tokens[len(record.accepted) :].count(mask)
+    assert num_drafted > 0 and num_own > 0
+
+
 def test_every_stop_position(tiny_llama: Target) -> None:
     prompt = prompts(tiny_llama.vocab_size, lengths=(8,))[0]
     full = decode(tiny_llama, None, plain(), [(prompt, SamplingParams(max_new_tokens=14, ignore_eos=True))])[0][0]

@@ -9,12 +9,14 @@ import re
 import stat
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jsonschema
 import pytest
 import yaml
 
 import graft_dist
+from serve.serve_args import ServeArgs
 
 ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
@@ -89,6 +91,24 @@ def test_ray_asks_for_its_token_everywhere(compose: dict[str, Any]) -> None:
         environment = compose["services"][name]["environment"]
         assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == ("token", "/run/secrets/ray_token")
         assert "--num-cpus=0" in compose["services"][name]["command"] or name != "ray-head"
+
+
+def test_what_is_served_is_reached_from_outside_and_follows_the_registry(compose: dict[str, Any]) -> None:
+    ours, laptops = (
+        yaml.safe_load((INFRA / "serve" / f"{name}.yaml").read_text()) for name in ("compose", "smollm2-135m")
+    )
+    assert ours["http_options"] == laptops["http_options"] | {"host": "0.0.0.0"}
+    port = ours["http_options"]["port"]
+    assert f"127.0.0.1:{port}:{port}" in compose["services"]["ray-head"]["ports"]
+    (application,) = ours["applications"]
+    followed = ServeArgs.model_validate(application["args"]).poll_champion
+    assert followed is not None
+    for name in ("ray-head", "ray-worker", "ray-worker-gpu"):  # where jobs promote, and where replicas look
+        assert compose["services"][name]["environment"]["MLFLOW_TRACKING_URI"] == followed.tracking_uri
+    place = urlsplit(followed.tracking_uri)
+    assert place.hostname is not None and f"--port {place.port}" in compose["services"][place.hostname]["command"][-1]
+    del application["args"]["poll_champion"]
+    assert ours["applications"] == laptops["applications"]
 
 
 def test_secrets_are_made_once(compose: dict[str, Any], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import yaml
 import graft_dist
 from graft_dist.config import load_config
 from graft_dist.schedule import Schedule
+from jobs import retrain
 from jobs.schedule import TARGET_KEY
 from jobs.schedule_command import with_entrypoint
 from serve.serve_args import ServeArgs
@@ -376,6 +377,18 @@ def test_the_scheduled_entry_points_know_their_options(target: str) -> None:
             pytest.skip(f"{words[1]} is not there yet")
         known = set(re.findall(r"--[a-z][a-z-]*", help_of(words[1])))
         assert {word for word in words if word.startswith("--")} - known == set()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_retraining_trains_in_the_small_head(target: str) -> None:
+    """A job's own process runs in the head; workers of Ray Train do not."""
+    (container,) = containers(of_kind(target, "CronJob"))
+    options = dict(argument.split("=", 1) for argument in container["args"][3:])
+    schedule = load_config(target).schedule
+    assert schedule is not None
+    command = with_entrypoint(schedule, options["--entrypoint"]).command(str(ROOT / options["--config"]))
+    made = retrain.request_from(retrain._parser().parse_args(shlex.split(command)[2:]))
+    assert made.settings.num_workers >= 1
 
 
 def test_network_policies_close_what_they_do_not_open() -> None:

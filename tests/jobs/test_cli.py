@@ -47,10 +47,11 @@ SURFACE = {
     "--block-requests --max-new-tokens --temperature --seed --slo-ttft --slo-token --timeout --limit --soak "
     "--leave-share --policies --swap-every --sample-every --tolerate-ties --dashboard --app --tracking-uri",
     "drift": "--config --store --since --source --tracking-uri --format",
-    "query": "--store --format",
+    "query": "--store --format --memory",
     "replay": "--store --method --policy --config --budgets --target --task --prompts --held-out --cost --format",
     "rollback": "--config --tracking-uri --address",
-    "serve": "--config --host --port --replicas --policy --methods --threads --address --api-keys-file",
+    "serve": "--config --host --port --replicas --policy --follow-champion --tracking-uri --methods --threads "
+    "--address --api-keys-file",
     "schedule run": "--config --address --working-dir --state --interval",
     "schedule status": "--config --state --last --format",
     "schedule submit": "--config --address --working-dir --entrypoint --wait --interval",
@@ -189,6 +190,7 @@ ERRORS = [
     (["generate", "--config", "{p}/tiny.yaml", "--prompts", "{p}"], "cannot be read"),
     (["query", "--store", "{p}/no-store", "runs"], "no trajectory store"),
     (["query", "--store", "{p}/no-store", "runs", "--format", "xml"], "--format"),
+    (["query", "--store", "{p}/no-store", "runs", "--memory", "much"], "no trajectory store"),
     (["policies", "--tracking-uri", "http://127.0.0.1:9"], "the registry http://127.0.0.1:9 cannot be reached"),
     (["promote", "--config", "nowhere.yaml", "1"], "nowhere.yaml: no such file"),
     (["rollback", "--config", "{p}/tiny.yaml", "--tracking-uri", "{p}"], "is a folder; give a server"),

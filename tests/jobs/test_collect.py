@@ -265,10 +265,14 @@ def test_started_again_a_run_has_the_exit_code_that_it_had(
     store = TrajectoryStore(tmp_path / "store")
     seq = store.begin(run_id, "smollm2-135m", {"target_fingerprint": "target", "tokenizer_sha256": "tokenizer"})
     key = UnitKey(unit_id=unit.unit_id, attempt="1", run_id=run_id)
-    store.commit(store.write_unit(key, replace(PROVENANCE, target="smollm2-135m"), records, []), run_id, seq)
+    provenance = replace(PROVENANCE, target="smollm2-135m")
+    store.commit(store.write_unit(key, provenance, records, []), run_id, seq)
+    others = UnitKey(unit_id="others", attempt="1", run_id=run_id)  # of another prompt file, answered well
+    answered = make_sequence("another", 0, finish_reason="length")
+    store.commit(store.write_unit(others, provenance, [answered], []), run_id, seq + 1)
     assert collect.main(words) == code
     said = capsys.readouterr().out
-    assert f"2 sequences of this run ({2 - num_good} of them errors)" in said
+    assert f"2 sequences of these prompts ({2 - num_good} of them errors)" in said
     assert ("not one prompt could be answered" in said) == (code == 3)
 
 

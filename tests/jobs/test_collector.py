@@ -253,6 +253,16 @@ def test_an_answer_whose_dense_rounds_fail_costs_its_neighbours_nothing(tiny_lla
     assert all(len(record.output_token_ids) > 0 for record in shelf.units["a"][0]), "the answer itself is kept"
 
 
+def test_a_unit_without_any_dense_rounds_has_failed(tiny_llama: Target, shelf: Shelf) -> None:
+    def dense(record: SequenceRecord) -> list[RoundRecord]:
+        raise RuntimeError("no such kernel")
+
+    (report,) = run_all(make_collector(tiny_llama, shelf, dense=dense), [unit("a", 3, 4)])
+    (failed,) = report.failed
+    assert failed.error == "no dense rounds could be made (RuntimeError: no such kernel)"
+    assert list(report.finished) == [] and shelf.units == {}
+
+
 def test_a_device_that_fails_in_dense_rounds_leaves_the_collector(tiny_llama: Target, shelf: Shelf) -> None:
     def dense(record: SequenceRecord) -> list[RoundRecord]:
         raise torch.OutOfMemoryError("no memory")

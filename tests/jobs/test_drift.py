@@ -181,6 +181,7 @@ def test_recorded_requests_are_reason_enough_to_train(
         store=place.request.store,
         runs=str(tmp_path / "runs"),
         min_new_sequences=5,
+        min_rounds=100,
     )
     request = RetrainRequest(
         config=place.request.config,
@@ -195,5 +196,8 @@ def test_recorded_requests_are_reason_enough_to_train(
     picky = settings.model_copy(update={"min_new_sequences": 9})
     assert run(replace(request, settings=picky, run_id="2")) == 0
     assert "0 fresh prompts and 8 recorded requests" in capsys.readouterr().out.splitlines()[-1]  # two of them known
-    assert run(replace(request, run_id="3")) == 1
+    many = settings.model_copy(update={"min_rounds": 100_000})
+    assert run(replace(request, settings=many, run_id="3")) == 0  # training would refuse them
+    assert "rounds to fit on, and --min-rounds asks for 100000" in capsys.readouterr().out
+    assert run(replace(request, run_id="4")) == 1
     assert capsys.readouterr().out.splitlines()[-1].endswith("failed at step train: this is as far as it was to come")

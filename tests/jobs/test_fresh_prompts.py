@@ -5,7 +5,7 @@ from pathlib import Path
 
 from graft_dist.prompt_source import PromptSource
 from graft_dist.prompts import Prompt, is_held_out, prompt_hash, read_prompts
-from jobs.fresh_prompts import asked_before, choose_fresh, count_unlearned, write_prompts
+from jobs.fresh_prompts import asked_before, choose_fresh, count_unlearned, last_training, write_prompts
 
 
 def sources(folder: Path, count: int) -> list[PromptSource]:
@@ -43,7 +43,7 @@ def test_only_finished_collections_count_as_asked(tmp_path: Path) -> None:
 
 def test_what_a_failed_run_has_collected_is_still_new(tmp_path: Path) -> None:
     prompts = [Prompt("a", "t", ("One.",)), Prompt("b", "t", ("Two.",))]
-    first = {"2-collect": (1, 2), "4-train": (3, 4), "5-evaluate": (4, 4), "6-decide": (4, 4)}
+    first = {"2-collect": (1, 2), "3-compact": (2, 3), "4-train": (3, 4), "5-evaluate": (4, 4), "6-decide": (4, 4)}
     steps = {"1": first, "2": {"2-collect": (5, 6)}, "3": {"2-collect": (7, 8)}}
     for run, records in steps.items():
         (tmp_path / run).mkdir()
@@ -52,11 +52,12 @@ def test_what_a_failed_run_has_collected_is_still_new(tmp_path: Path) -> None:
             record = {"started_at": started, "finished_at": finished}
             (tmp_path / run / f"{name}.json").write_text(json.dumps(record))
     assert count_unlearned(tmp_path) == 4
-    (tmp_path / "3" / "4-train.json").write_text(json.dumps({"started_at": 9, "finished_at": 10}))
+    (tmp_path / "3" / "3-compact.json").write_text(json.dumps({"started_at": 8, "finished_at": 9}))
+    (tmp_path / "3" / "4-train.json").write_text(json.dumps({"started_at": 12, "finished_at": 13}))  # a second start
     (tmp_path / "3" / "5-evaluate.json").write_text(json.dumps({"result": {}}))
-    assert count_unlearned(tmp_path) == 4  # trained, but never judged
+    assert count_unlearned(tmp_path) == 4 and last_training(tmp_path) == 3  # trained, but never judged
     (tmp_path / "3" / "5-evaluate.json").write_text(json.dumps({"ends": {"outcome": "kept v1"}}))
-    assert count_unlearned(tmp_path) == 0
+    assert count_unlearned(tmp_path) == 0 and last_training(tmp_path) == 9
     (tmp_path / "3" / "5-evaluate.json").unlink()
     (tmp_path / "3" / "6-decide.json").write_text(json.dumps({"result": {}}))
     assert count_unlearned(tmp_path) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from graft_dist.errors import GraftError
-from jobs.lease import Lease, LeaseHeldError, LeaseLostError, hold, hold_all
+from jobs.lease import Holder, Lease, LeaseHeldError, LeaseLostError, hold, hold_all
 
 
 class Clock:
@@ -141,6 +141,40 @@ def test_waiting_ends_when_the_holder_does(tmp_path: Path) -> None:
     with hold(Lease(path, "two"), wait_s=30, poll_s=0.01):
         assert json.loads(path.read_text())["run_id"] == "two"
     timer.join()
+
+
+def test_a_holder_elsewhere_is_given_way_to_only_if_it_lives(tmp_path: Path) -> None:
+    path = tmp_path / "lease.json"
+
+    def hold_elsewhere(beat_at: float) -> None:
+        Lease(path, "far", stale_after_s=0).acquire()
+        path.write_text(json.dumps({**json.loads(path.read_text()), "host": "elsewhere", "beat_at": beat_at}))
+
+    clock = Clock()
+    hold_elsewhere(clock.now)
+
+    class Next(Lease):
+        def acquire(self) -> Holder | None:
+            clock.now += 20  # while it polls, time passes, and with it the other's silence
+            return super().acquire()
+
+    with hold(Next(path, "next", stale_after_s=60, clock=clock), poll_s=0.01) as former:
+        assert former is not None and former.run_id == "far"
+
+    hold_elsewhere(clock.now)
+
+    class Beaten(Lease):
+        def acquire(self) -> Holder | None:
+            try:
+                return super().acquire()
+            finally:
+                path.write_text(json.dumps({**json.loads(path.read_text()), "beat_at": clock.now + 1}))
+
+    with (
+        pytest.raises(LeaseHeldError, match="run far is at work"),
+        hold(Beaten(path, "next", stale_after_s=60, clock=clock), poll_s=0.01),
+    ):
+        pass
 
 
 def test_several_are_held_together_or_not_at_all(tmp_path: Path) -> None:

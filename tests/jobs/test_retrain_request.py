@@ -53,6 +53,17 @@ def test_a_submitted_job_refuses_places_that_others_do_not_see(
         run(made)
 
 
+@pytest.mark.parametrize("traffic", ["/data/store", "file:///data/store/", "/data/traffic"])
+def test_drift_is_looked_for_where_traffic_is_recorded(tmp_path: Path, tiny_config: TargetConfig, traffic: str) -> None:
+    prompts = [{"path": "/data/prompts.jsonl"}, {"traffic": traffic}]
+    made = request(tmp_path, tiny_config, "--if-drifted", store="/data/store", runs="/data/runs", prompts=prompts)
+    if traffic != "/data/traffic":
+        _check_places(made)
+        return
+    with pytest.raises(ConfigError, match=r"looks for traffic in .*/data/store, .* is in /data/traffic"):
+        run(made)
+
+
 def test_runs_are_at_one_place_for_every_process(
     tmp_path: Path, tiny_config: TargetConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,11 +74,22 @@ def test_runs_are_at_one_place_for_every_process(
 def test_impossible_options_are_said_in_a_sentence(tmp_path: Path, tiny_config: TargetConfig) -> None:
     with pytest.raises(ConfigError, match="--num-prompts: allowed is a whole number"):
         request(tmp_path, tiny_config, "--num-prompts", "20000000")
+    with pytest.raises(ConfigError, match="--num-workers: allowed is"):
+        request(tmp_path, tiny_config, "--num-workers", "-1")
 
 
 def test_training_waits_for_nodes(tmp_path: Path, tiny_config: TargetConfig) -> None:
     made = request(tmp_path, tiny_config, store="/data/store", num_workers=2)
     assert made.policy_request(tmp_path / "training").placement.wait_for_nodes_s > 0
+
+
+@pytest.mark.parametrize(("options", "expected"), [((), 2), (("--num-workers", "0"), 0), (("--num-workers", "3"), 3)])
+def test_the_workers_are_the_options_before_the_configurations(
+    tmp_path: Path, tiny_config: TargetConfig, options: tuple[str, ...], expected: int
+) -> None:
+    made = request(tmp_path, tiny_config, *options, store="/data/store", num_workers=2)
+    assert made.settings.num_workers == expected
+    assert made.policy_request(tmp_path / "training").placement.num_workers == expected
 
 
 @pytest.mark.usefixtures("in_a_job")

@@ -232,11 +232,14 @@ def test_a_run_that_loses_its_lease_in_a_long_step_stops_there(
     def terminate(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
+    reached: list[str] = []
+
     def lose_it(request: object) -> None:
         (lease,) = (tmp_path / "runs").glob("*/lease.json")
         Lease(lease, "other", stale_after_s=0).acquire()
         for _ in range(600):
             time.sleep(0.1)  # until the signal comes
+        reached.append("the end of the step")
 
     monkeypatch.setattr(retraining, "hold_all", partial(hold_all, beat_s=0.05))
     former = signal.signal(signal.SIGTERM, terminate)
@@ -246,7 +249,20 @@ def test_a_run_that_loses_its_lease_in_a_long_step_stops_there(
     finally:
         signal.signal(signal.SIGTERM, former)
     assert last_line(capsys).startswith("retrain: run 1 has lost its lease to run other on ")
-    assert "compact" in records(tmp_path, "1") and "train" not in records(tmp_path, "1")
+    assert "compact" in records(tmp_path, "1") and "train" not in records(tmp_path, "1") and reached == []
+
+
+def test_a_step_that_fails_for_the_loss_of_the_lease_does_not_end_the_run(
+    run: Run, loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose_it(request: object) -> None:
+        (lease,) = (tmp_path / "runs").glob("*/lease.json")
+        Lease(lease, "1", stale_after_s=0).acquire()  # another start of the same run
+
+    loop.during["collect"], loop.collects = lose_it, Ending.FENCED.value
+    assert run("1") == 75
+    assert last_line(capsys).startswith("retrain: run 1 has lost its lease to run 1 on ")
+    assert "end" not in records(tmp_path, "1")
 
 
 def test_a_full_disk_before_the_first_step_is_no_mistake_of_the_user(

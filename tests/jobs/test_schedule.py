@@ -277,7 +277,7 @@ def test_a_retry_that_nobody_could_start_in_time_is_missed(tmp_path: Path) -> No
     bench.step("11:16")
     assert bench.outcomes() == [(FIRST, Status.failed), (f"{FIRST}-r1", Status.missed)]
     assert bench.alerts == [(f"{FIRST}-r1", Status.missed)] and bench.queue.ids == [FIRST]
-    assert bench.lines[-1] == f"tiny: gave up {FIRST}-r1: no scheduler was at work when it was to be tried again"
+    assert bench.lines[-1] == f"tiny: gave up {FIRST}-r1: it could not be tried again in time"
     bench.state.close()
 
 

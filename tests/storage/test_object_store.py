@@ -140,6 +140,24 @@ def test_an_object_that_is_gone_or_not_what_was_written_is_refused(root: str) ->
     assert store.commit(write_unit(store, "u1", "whole"), "run", 1).committed == ("u1",)
 
 
+def test_pinned_files_outlive_vacuum_until_they_are_unpinned(root: str) -> None:
+    store = TrajectoryStore(root)
+    turn = store.begin("run", "tiny", DATASET)
+    for index in range(3):
+        store.commit(write_unit(store, f"u{index}", "a1"), "run", turn + index)
+    read = store.snapshot()
+    store.pin("learning", read)
+    assert store.compact().num_files_after == 2
+    assert store.vacuum(retention_hours=0) == []
+    with connect(root, snapshot=read, threads=1) as connection:
+        assert connection.sql("SELECT count(*) FROM rounds").fetchall() == [(18,)]
+    store.unpin("learning")
+    store.unpin("learning")
+    deleted = store.vacuum(retention_hours=0)
+    assert {path.rpartition("/")[2] for path in deleted} == {f"unit-u{index}-a1.parquet" for index in range(3)}
+    assert len(deleted) == 6 and counts(root) == (6, 18)
+
+
 def test_a_bucket_that_is_not_there_is_one_sentence(bucket: str) -> None:
     with pytest.raises(StoreError, match="s3://no-such-bucket/store") as caught:
         TrajectoryStore("s3://no-such-bucket/store").begin("run", "tiny", DATASET)

@@ -238,6 +238,10 @@ def test_settings_reach_duckdb(root):
             "current_setting('autoinstall_known_extensions')"
         ).fetchall()[0]
     assert threads == 1 and memory.startswith("244") and install is False
+    with connect(root) as connection:
+        assert connection.sql("SELECT current_setting('memory_limit')").fetchall() == [("1.8 GiB",)]
+    with pytest.raises(StoreError, match="a memory limit of 'much' is not a size"):
+        connect(root, memory_limit="much")
 
 
 def test_a_snapshot_whose_files_are_gone_is_named(tmp_path):
