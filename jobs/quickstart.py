@@ -152,7 +152,7 @@ def follow(
 
 
 def _stop(client: JobSubmissionClient, job: str) -> None:
-    """End the job and wait for it: its driver has a session of its own and would outlive the head by a second or two."""
+    """End the job and wait for it: its driver has a session of its own, and would outlive the head by some seconds."""
     with contextlib.suppress(GraftError, OSError, RuntimeError):
         client.stop_job(job)
         follow(client, job, write=lambda _: None, timeout_s=_STOP_TIMEOUT_S)
