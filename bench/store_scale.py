@@ -364,11 +364,13 @@ def differences(out: Path, options: dict[str, Any]) -> list[str]:
 def limits_of(out: Path) -> str:
     """What steps' processes might take, as the starts were told."""
     about = json.loads((out / "run.json").read_text(encoding="utf-8"))
-    limits = [about["options"]["process_memory"]]
+    last = about["options"]["process_memory"]
+    said = [last]
     for later in about.get("resumed", []):
-        if (limit := later["options"]["process_memory"]) != about["options"]["process_memory"]:
-            limits.append(f"{limit} from row {later['steps_before'] + 1} on")
-    return ", ".join(limits)
+        if (limit := later["options"]["process_memory"]) != last:
+            last = limit
+            said.append(f"{limit} from row {later['steps_before'] + 1} on")
+    return ", ".join(said)
 
 
 def num_bytes_of(text: str) -> int:

@@ -67,6 +67,7 @@ class _OpenUnit:
     unit: Unit
     num_left: int
     dense_error: str | None = None  # of the first sequence whose dense rounds could not be made
+    num_without_dense: int = 0  # sequences whose dense rounds could not be made
     has_dense: bool = False  # those of another one could
     records: dict[str, SequenceRecord] = field(default_factory=dict)
     rounds: dict[str, list[RoundRecord]] = field(default_factory=dict)
@@ -224,14 +225,16 @@ class Collector:
         rounds = list(sequence.rounds)
         if self.dense is not None and record.error is None:
             try:
-                rounds += self.dense(record)
-                unit.has_dense = True
+                made = self.dense(record)
+                rounds += made
+                unit.has_dense = unit.has_dense or bool(made)
             except FATAL_ERRORS:
                 raise
             except Exception as error:  # of this sequence alone; its neighbours go on
                 problem = f"its dense rounds could not be made ({type(error).__name__}: {error})"
                 record = replace(record, error=problem)
                 unit.dense_error = unit.dense_error or f"{type(error).__name__}: {error}"
+                unit.num_without_dense += 1
         unit.records[record.sequence_id], unit.rounds[record.sequence_id] = record, rounds
         unit.num_left -= 1
         self._progress += Tally(num_sequences=1, num_errors=int(record.error is not None))
@@ -240,7 +243,7 @@ class Collector:
 
     def _finish(self, unit: _OpenUnit) -> None:
         del self._units[unit.unit.unit_id]
-        if unit.dense_error is not None and not unit.has_dense:  # no fault of the sequences, as far as one can see
+        if unit.num_without_dense > 1 and not unit.has_dense:  # hardly the fault of these sequences
             self._failed.append(FailedUnit(unit.unit.unit_id, f"no dense rounds could be made ({unit.dense_error})"))
             return
         records = [unit.records[item.sequence_id] for item in unit.unit.items]

@@ -155,27 +155,33 @@ def hold(
     wait_s: float = 0.0,
     beat_s: float = 10.0,
     poll_s: float = 1.0,
+    say: Callable[[str], None] = lambda _: None,
     on_lost: Callable[[], None] = lambda: None,
 ) -> Iterator[Holder | None]:
     """Hold the lease for a block of code, with signs of life from a thread of their own.
 
     Yields the silent holder that it was taken over from, or None. That thread calls `on_lost`, once, when another run
     has taken over. Raises what `Lease.acquire` does; `LeaseHeldError` when another run holds it after `wait_s` seconds
-    and is seen to be alive: of one elsewhere the next sign of life is waited for, since a job that is started again
-    after its machine's restart would else give way to its own ghost.
+    and is seen to be alive: of one elsewhere the next sign of life is waited for, which is said once, since a job that
+    is started again after its machine's restart would else give way to its own ghost.
     """
     deadline = time.monotonic() + wait_s
     first_beat: float | None = None
+    is_waiting = False
     while True:
         try:
             former = lease.acquire()
             break
         except LeaseHeldError as held:
+            now = time.monotonic()
             first_beat = held.beat_at if first_beat is None else first_beat
             is_alive = held.is_near or held.beat_at != first_beat
-            if time.monotonic() >= deadline and is_alive:
+            if now >= deadline and (is_alive or now >= deadline + lease.stale_after_s):
                 raise
-            time.sleep(poll_s if time.monotonic() >= deadline else min(poll_s, deadline - time.monotonic()))
+            if now >= deadline and not is_waiting:
+                is_waiting = True
+                say(f"{held}; its next sign of life is waited for")
+            time.sleep(poll_s if now >= deadline else min(poll_s, deadline - now))
     ended = threading.Event()
 
     def beat() -> None:
@@ -200,7 +206,12 @@ def hold(
 
 @contextmanager
 def hold_all(
-    leases: Sequence[Lease], *, wait_s: float = 0.0, beat_s: float = 10.0, on_lost: Callable[[], None] = lambda: None
+    leases: Sequence[Lease],
+    *,
+    wait_s: float = 0.0,
+    beat_s: float = 10.0,
+    say: Callable[[str], None] = lambda _: None,
+    on_lost: Callable[[], None] = lambda: None,
 ) -> Iterator[list[Holder]]:
     """Hold several leases, taken in the order given; `wait_s` is for all of them together.
 
@@ -216,7 +227,7 @@ def hold_all(
     with ExitStack() as held:
         found = [
             held.enter_context(
-                hold(lease, wait_s=max(0.0, deadline - time.monotonic()), beat_s=beat_s, on_lost=tell_once)
+                hold(lease, wait_s=max(0.0, deadline - time.monotonic()), beat_s=beat_s, say=say, on_lost=tell_once)
             )
             for lease in leases
         ]

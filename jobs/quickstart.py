@@ -168,7 +168,7 @@ def ask(store: Path) -> None:
 def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
     """Answer one prompt plainly and with a tree per round, in this process, and print the speed-up.
 
-    Raises `GraftError` when the two texts differ in float32, where nothing excuses it.
+    Raises `GraftError` when the two texts differ in float32, where hardly anything excuses it.
     """
     # Here and not above: the models' libraries take seconds to import, and the job shall not wait for them.
     from graft_dist.decoder import load_decoder, new_engine
@@ -197,8 +197,8 @@ def answer_live(config: TargetConfig, budget: int, max_new_tokens: int) -> None:
     differs = slow.token_ids != fast.token_ids
     if differs and target.dtype_name == "float32":
         raise GraftError(
-            "the texts of plain decoding and of draft trees differ in float32, where they have to be the same: run "
-            "`graft audit` with this configuration to find out at which token, and why"
+            "the texts of plain decoding and of draft trees differ in float32, which only two tokens that are equally "
+            "likely excuse: run `graft audit` with this configuration to find out at which token, and why"
         )
     same = f"texts differ in {target.dtype_name}: see `graft audit`" if differs else "the same text"
     print(f"\nspeed-up by draft trees: {slow.decode_s / fast.decode_s:.2f} times, {same}", flush=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from graft_dist.config import TargetConfig
 from graft_dist.drift import Drift, Verdict
-from graft_dist.errors import ConfigError, GraftError, RegistryError, RegistryUnavailableError, StoreError
+from graft_dist.errors import GraftError, RegistryError, RegistryUnavailableError, StoreError
 from graft_dist.retraining import Retraining
 from graft_dist.sampling import SamplingParams
 from jobs.arguments import check_place
@@ -106,7 +106,7 @@ def run(request: RetrainRequest, failpoint: Callable[[str], None] = lambda _: No
             lease.check()
 
     try:
-        with hold_all(leases, wait_s=request.wait_s, on_lost=_break_off) as formers:
+        with hold_all(leases, wait_s=request.wait_s, say=say, on_lost=_break_off) as formers:
             run_id = _run_to_do(request)  # again: the one that was at work may have ended meanwhile
             for former in sorted({former.run_id for former in formers} - {run_id}):
                 say(f"took over from run {former}, which has given no sign of life")
@@ -142,7 +142,8 @@ def _run_alone(
         line = f"{results.outcome}: {results.reason}" if isinstance(results, Ends) else str(results["decide"]["line"])
         code = 0
     except StepFailedError as error:
-        check()  # whoever has lost the lease must not end the run for the one that goes on with it
+        with suppress(OSError):  # of a full disk, which the step may have met already
+            check()  # whoever has lost the lease must not end the run for the one that goes on with it
         line, code = str(error), EXIT_FAILED
     except StepBrokenOffError as broken:
         with suppress(OSError):  # what the step met comes first
@@ -180,9 +181,9 @@ def _check_places(request: RetrainRequest) -> None:
         check_place(f"retrain.{key}", os.path.expanduser(place))
     elsewhere = [place for _, place in traffic if _plain(place) != _plain(settings.store)]
     if request.only_if_drifted and elsewhere and len(elsewhere) == len(traffic):
-        raise ConfigError(
-            f"--if-drifted looks for traffic in retrain.store, {settings.store}, and the configuration's is in "
-            f"{elsewhere[0]}: record it in the former (record_traffic.store of the servers)"
+        say(
+            f"--if-drifted looks for recorded traffic in retrain.store, {settings.store}; what lies in {elsewhere[0]} "
+            "is asked again, and is not looked at"
         )
 
 
@@ -231,7 +232,8 @@ class _Job:
         )
         num_prompts, least = len(fresh) + count_unlearned(self.request.runs), settings.min_new_sequences
         if num_prompts < least:
-            num_recorded = self._count_recorded()  # it reads what sequences there are, so only where it matters
+            # It reads what sequences there are, so only where it matters; fresh prompts will add to the rounds.
+            num_recorded = self._count_recorded(0 if fresh else settings.min_rounds)
             if num_prompts + num_recorded < least:
                 found = f"{num_prompts} fresh prompts and {num_recorded} recorded requests to learn from"
                 return Ends("nothing new", f"{found}, and {least} are asked for")
@@ -405,7 +407,7 @@ class _Job:
         except StoreError as error:  # a store that is new, say; whether the run can work, its own steps will find
             return Drift(Verdict.unknown, f"drift cannot be measured ({error})")
 
-    def _count_recorded(self) -> int:
+    def _count_recorded(self, min_rounds: int) -> int:
         """Requests to learn from that were recorded since the last training began whose policy was judged."""
         try:
             return count_recorded(
@@ -413,10 +415,10 @@ class _Job:
                 self.request.store,
                 since=last_training(self.request.runs),
                 every_prompt=self.settings.every_prompt,
-                min_rounds=self.settings.min_rounds,
+                min_rounds=min_rounds,
                 needs_hidden=self.settings.gate_rank > 0,
             )
-        except GraftError as error:  # a store that is new, say, or has too few rounds
+        except StoreError as error:  # a store that is new, say, or has too few rounds
             say(f"recorded requests cannot be learned from ({error})")
             return 0
 

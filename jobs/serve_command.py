@@ -134,6 +134,11 @@ def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any
                 f"--follow-champion would put the registry's champion in the place of --policy {request.policy}: give "
                 "one of the two"
             )
+        if request.address is not None and request.followed_registry.startswith("sqlite:"):
+            raise ConfigError(
+                f"--follow-champion: the cluster at {request.address} does not see {request.followed_registry}; give "
+                "--tracking-uri, a server that it sees"
+            )
         args["poll_champion"] = {"tracking_uri": _absolute(request.followed_registry)}
     policy = request.policy or default_policy(settings)
     pin = None if policy == "none" else {"folder": _folder(policy)}

@@ -205,7 +205,7 @@ class Registry:
                 raise RegistryError(
                     f"{name} has no previous champion to go back to; promote the version that should serve"
                 )
-            if champion is not None:  # first: a rollback that is not known as one would be undone
+            if champion not in (None, previous):  # first: a rollback that is not known as one would be undone
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 self.client.set_model_version_tag(name, str(champion), _ROLLED_BACK, now)
             self.client.set_registered_model_alias(name, CHAMPION, str(previous))

@@ -158,8 +158,10 @@ def test_a_holder_elsewhere_is_given_way_to_only_if_it_lives(tmp_path: Path) -> 
             clock.now += 20  # while it polls, time passes, and with it the other's silence
             return super().acquire()
 
-    with hold(Next(path, "next", stale_after_s=60, clock=clock), poll_s=0.01) as former:
+    said: list[str] = []
+    with hold(Next(path, "next", stale_after_s=60, clock=clock), poll_s=0.01, say=said.append) as former:
         assert former is not None and former.run_id == "far"
+    assert len(said) == 1 and said[0].endswith("; its next sign of life is waited for")
 
     hold_elsewhere(clock.now)
 

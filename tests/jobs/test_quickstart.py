@@ -132,7 +132,7 @@ def test_the_live_answers_are_the_same_text(tiny_config: TargetConfig, capsys: p
 
 @pytest.mark.usefixtures("wrong_trees")
 def test_another_text_in_float32_is_an_error(tiny_config: TargetConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(GraftError, match="differ in float32, where they have to be the same: run `graft audit`"):
+    with pytest.raises(GraftError, match=r"differ in float32, which only .* excuse: run `graft audit`"):
         answer_live(tiny_config, 6, 8)
     assert "speed-up" not in capsys.readouterr().out
 

@@ -280,6 +280,22 @@ def test_a_full_disk_before_the_first_step_is_no_mistake_of_the_user(
     assert run("1") == 0
 
 
+def test_a_disk_that_is_full_for_the_lease_too_does_not_hide_what_the_step_met(
+    run: Run, loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill(request: object) -> None:
+        def full(self: Path, target: Path) -> Path:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "replace", full)
+
+    loop.during["train"], loop.trouble["train"] = fill, StoreError("the store cannot be written")
+    assert run("1") == 1
+    assert last_line(capsys) == "retrain: failed at step train: the store cannot be written"
+    monkeypatch.undo()
+    assert "end" not in records(tmp_path, "1")
+
+
 def test_upkeep_that_meets_anothers_is_left_out(run: Run, loop: Loop, tmp_path: Path) -> None:
     loop.trouble["compact"] = StoreError("another one was faster")
     assert run("1") == 0

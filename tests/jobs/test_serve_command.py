@@ -69,6 +69,11 @@ def test_replicas_follow_the_champion_where_they_are_told_to(tmp_path: Path, mon
         assert deployment["user_config"] == {"policy": pin}
     with pytest.raises(ConfigError, match=r"in the place of --policy mine: give one of the two"):
         application("mine", "http://mlflow:5000")
+    far = ServeRequest(
+        "smollm2-135m", "127.0.0.1", 8000, 1, None, (), None, "http://head:8265", None, "sqlite:////m.db"
+    )
+    with pytest.raises(ConfigError, match=r"the cluster at http://head:8265 does not see sqlite:////m\.db"):
+        _application(far, load_config("smollm2-135m"))
 
 
 def test_the_registry_to_follow_is_the_commands_or_the_environments(

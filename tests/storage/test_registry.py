@@ -67,6 +67,9 @@ def test_a_version_lives_through_its_aliases(registry: Registry, tmp_path: Path)
     with pytest.raises(RegistryError, match="no previous champion"):
         registry.rollback("life")
     assert [registry.is_rolled_back("life", version) for version in (1, 2)] == [False, True]
+    registry.client.set_registered_model_alias("graft-life", PREVIOUS, "1")  # as a rollback that was cut off leaves it
+    assert registry.rollback("life") == Promotion(1, None)
+    assert not registry.is_rolled_back("life", 1)
     registry.promote("life", 2)  # somebody has thought again
     assert not registry.is_rolled_back("life", 2)
 
