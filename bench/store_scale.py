@@ -344,13 +344,10 @@ def keep_machine(out: Path, options: dict[str, Any], num_done: int) -> dict[str,
 def rows_of(out: Path) -> list[Measured]:
     """What an earlier start has measured; nothing where there was none. A line that was cut off is taken out."""
     raw = out / "raw.jsonl"
-    whole = (
-        [line for line in raw.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
-        if raw.exists()
-        else []
-    )
-    if whole:
-        raw.write_text("".join(whole), encoding="utf-8")
+    if not raw.exists():
+        return []
+    whole = [line for line in raw.read_text(encoding="utf-8").splitlines(True) if line.endswith("\n")]
+    raw.write_text("".join(whole), encoding="utf-8")
     return [Measured(**json.loads(line)) for line in whole]
 
 

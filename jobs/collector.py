@@ -231,9 +231,9 @@ class Collector:
             except FATAL_ERRORS:
                 raise
             except Exception as error:  # of this sequence alone; its neighbours go on
-                problem = f"its dense rounds could not be made ({type(error).__name__}: {error})"
-                record = replace(record, error=problem)
-                unit.dense_error = unit.dense_error or f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {error}"
+                record = replace(record, error=f"its dense rounds could not be made ({problem})")
+                unit.dense_error = unit.dense_error or problem
                 unit.num_without_dense += 1
         unit.records[record.sequence_id], unit.rounds[record.sequence_id] = record, rounds
         unit.num_left -= 1

@@ -221,7 +221,7 @@ class Registry:
     def is_rolled_back(self, slug: str, version: int) -> bool:
         """Whether somebody went back from this version to the champion before it, and nobody has promoted it since."""
         with self.said("read"):
-            return _ROLLED_BACK in self.client.get_model_version(model_name(slug), str(version)).tags
+            return _ROLLED_BACK in self._known(model_name(slug), version).tags
 
     def resolve(self, slug: str, alias_or_version: str | int) -> int | None:
         """Return the number of the version that an alias or a number names; None where there is none."""

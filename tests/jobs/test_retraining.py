@@ -265,14 +265,15 @@ def test_a_step_that_fails_for_the_loss_of_the_lease_does_not_end_the_run(
     assert "end" not in records(tmp_path, "1")
 
 
+def on_a_full_disk(*_: object) -> Path:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_full_disk_before_the_first_step_is_no_mistake_of_the_user(
     run: Run, loop: Loop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(self: Path, target: Path) -> Path:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", full)
+        patched.setattr(Path, "replace", on_a_full_disk)
         assert run("1") == 1
     assert last_line(capsys) == (
         "retrain: failed: OSError: [Errno 28] No space left on device; the same command tries again"
@@ -284,10 +285,7 @@ def test_a_disk_that_is_full_for_the_lease_too_does_not_hide_what_the_step_met(
     run: Run, loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fill(request: object) -> None:
-        def full(self: Path, target: Path) -> Path:
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(Path, "replace", full)
+        monkeypatch.setattr(Path, "replace", on_a_full_disk)
 
     loop.during["train"], loop.trouble["train"] = fill, StoreError("the store cannot be written")
     assert run("1") == 1
@@ -321,11 +319,8 @@ def test_what_cannot_be_cleaned_does_not_hide_the_decision(
 def test_an_end_that_cannot_be_written_down_is_said_all_the_same(
     run: Run, loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(path: Path, text: str) -> None:
-        raise OSError(28, "No space left")
-
     with monkeypatch.context() as patch:
-        patch.setattr(retraining, "write_aside", full)
+        patch.setattr(retraining, "write_aside", on_a_full_disk)
         assert run("1") == 0
     line = last_line(capsys)
     assert line.startswith("retrain: promoted v1") and "end" not in records(tmp_path, "1")
