@@ -18,7 +18,8 @@ import torch
 
 from graft_dist.attention import grouped_attention
 from graft_dist.budget import confidences, degenerations
-from graft_dist.drafter import DFlashDrafter, DraftProposal
+from graft_dist.draft_head import DraftProposal
+from graft_dist.drafter import DFlashDrafter
 from graft_dist.rounds import RoundRecord, projected
 from graft_dist.target import Target
 
@@ -54,7 +55,6 @@ def dense_rounds(
     end = min(last, drafter.max_positions - drafter.draft_depth)  # of the roots that can be drafted from
     if first >= end:
         return []
-    num_candidates = min(num_candidates, target.vocab_size)
     positions = torch.arange(last, device=target.device)[None]
     ids = torch.tensor([token_ids[:last]], device=target.device)
     output = target.forward(ids, positions, None, None, drafter.target_layer_ids, positions[0, first:])
@@ -128,11 +128,7 @@ def draft_blocks(
     tokens = torch.full((num_anchors, num_rows), config.mask_token_id, device=target.device)
     tokens[:, 0] = torch.tensor(list(root_tokens), device=target.device)
     hidden = drafter.model(target.embed(tokens), positions, attend)[:, 1:]
-    # In two dimensions: on a slice of three, matmul copies the whole LM head once per anchor.
-    logits = target.lm_head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]).float()
-    top = logits.topk(num_candidates, dim=-1)
-    log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-    return DraftProposal(top.indices.to(torch.int32).cpu().numpy(), log_probs.cpu().numpy(), hidden)
+    return drafter.head.propose(hidden, num_candidates)
 
 
 def _record(**known: Any) -> RoundRecord:

@@ -6,7 +6,7 @@ Owns the architecture, the public checkpoint layout, and the context cache used 
 It has no embedding and no LM head of its own. Hidden states of the target at `target_layer_ids` are fused into
 *context features*, which enter every layer as keys and values; the queries are a *block*: the embedding of the root
 token, then D mask tokens. Attention is bidirectional inside the block and over the whole context. Rows 1..D of the
-output, through the target's LM head, are the distributions of the next D tokens.
+output, through the target's LM head (`draft_head.py`), are the distributions of the next D tokens.
 
 Letters: S slots, R context rows, B = D + 1 block rows, D draft depth, K candidates, H hidden, F = taps * H, G kv heads,
 d head size, W cache width, V vocabulary.
@@ -23,8 +23,6 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -32,6 +30,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from graft_dist.attention import grouped_attention
+from graft_dist.draft_head import DraftHead, DraftProposal, read_draft_vocabulary
 from graft_dist.errors import DrafterError
 from graft_dist.kv_cache import SlotCache
 from graft_dist.packed_linear import pack_linears
@@ -316,30 +315,21 @@ class DFlashModel(nn.Module):
         return hidden
 
 
-@dataclass(frozen=True)
-class DraftProposal:
-    """What one pass of the drafter says of every slot."""
-
-    candidate_ids: npt.NDArray[np.int32]
-    """[S, D, K] the most likely tokens of each depth, most likely first."""
-    log_probs: npt.NDArray[np.float32]
-    """[S, D, K] their log-probabilities over the whole vocabulary."""
-    hidden: torch.Tensor
-    """[S, D, H] final hidden rows, on the drafter's device."""
-
-
 class DFlashDrafter:
     """A loaded drafter bound to its target, drafting for the live slots of an engine.
 
     Its context cache is a `SlotCache` of the drafter's own layers with the same slot numbers as the target's.
     """
 
-    def __init__(self, model: DFlashModel, target: Target, fingerprint: str) -> None:
+    def __init__(
+        self, model: DFlashModel, target: Target, fingerprint: str, draft_vocabulary: Sequence[int] | None = None
+    ) -> None:
         check_fits(model.config, target)
         self.model = model.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         pack_linears(self.model)
         self.config = model.config
         self.target = target
+        self.head = DraftHead(target, draft_vocabulary)
         self.fingerprint = fingerprint
         masks = torch.full((self.config.draft_depth,), self.config.mask_token_id, device=target.device)
         self._mask_embeddings = target.embed(masks)
@@ -434,18 +424,9 @@ class DFlashDrafter:
         roots = self.target.embed(torch.tensor(list(root_tokens), device=device))
         block = torch.cat([roots[:, None], self._mask_embeddings.expand(num_slots, -1, -1)], dim=1)
         hidden = self.model(block, block_positions, attend)[:, 1:]
-        # In two dimensions: on a slice of three, matmul copies the whole weight (bf16 on a CPU: 130 ms a round).
-        logits = self.target.lm_head(hidden.flatten(0, 1)).unflatten(0, (num_slots, depth))
-        proposal = _proposal(logits, hidden, num_candidates)
+        proposal = self.head.propose(hidden, num_candidates)
         cache.advance(list(range(num_slots)), list(counts))  # last: until here a call that fails can be repeated
         return proposal
-
-
-def _proposal(logits: torch.Tensor, hidden: torch.Tensor, num_candidates: int) -> DraftProposal:
-    scores = logits.float()
-    top = scores.topk(num_candidates, dim=-1)
-    log_probs = top.values - scores.logsumexp(dim=-1, keepdim=True)
-    return DraftProposal(top.indices.to(torch.int32).cpu().numpy(), log_probs.cpu().numpy(), hidden)
 
 
 def checkpoint_folder(spec: str, revision: str | None = None) -> Path:
@@ -482,7 +463,8 @@ def load_drafter(folder: Path, target: Target) -> DFlashDrafter:
             f"{target.tokenizer_sha256[:12]}"
         )
     model = build_model(config, tensors, folder)
-    return DFlashDrafter(model, target, fingerprint(config, tensors))
+    vocabulary = read_draft_vocabulary(folder, target.vocab_size)
+    return DFlashDrafter(model, target, fingerprint(config, tensors, vocabulary), vocabulary)
 
 
 def read_config(folder: Path) -> DrafterConfig:
@@ -565,10 +547,14 @@ def save_drafter(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def fingerprint(config: DrafterConfig, tensors: dict[str, torch.Tensor]) -> str:
-    """A short hash of the configuration and every weight."""
+def fingerprint(
+    config: DrafterConfig, tensors: dict[str, torch.Tensor], draft_vocabulary: Sequence[int] | None = None
+) -> str:
+    """A short hash of everything that decides what is proposed: configuration, weights, draft vocabulary."""
     digest = hashlib.sha256(json.dumps(config.to_json(), sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    if draft_vocabulary is not None:
+        digest.update(json.dumps(list(draft_vocabulary)).encode())
     return digest.hexdigest()[:16]

@@ -45,12 +45,16 @@ class PackedLinear(nn.Linear):
 
 def pack_linears(model: nn.Module) -> None:
     """Swap every plain linear layer of `model` that can be packed, in place; elsewhere nothing changes."""
-    dtypes = _packed_dtypes()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            # Subclasses (quantised layers, adapters) compute something else.
-            if type(child) is nn.Linear and child.weight.device.type == "cpu" and child.weight.dtype in dtypes:
-                setattr(parent, name, PackedLinear(child))
+            if type(child) is nn.Linear:  # subclasses (quantised layers, adapters) compute something else
+                setattr(parent, name, packed(child))
+
+
+def packed(linear: nn.Linear) -> nn.Linear:
+    """A plain linear layer packed, or itself where it cannot be."""
+    can_be = linear.weight.device.type == "cpu" and linear.weight.dtype in _packed_dtypes()
+    return PackedLinear(linear) if can_be else linear
 
 
 def _packed_dtypes() -> set[torch.dtype]:

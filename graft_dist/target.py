@@ -42,7 +42,7 @@ from transformers.utils import logging as transformers_logging
 from graft_dist.attention import IMPLEMENTATION, pack_mask, transformers_attention
 from graft_dist.errors import TargetError
 from graft_dist.kv_cache import SlotCache
-from graft_dist.packed_linear import pack_linears
+from graft_dist.packed_linear import PackedLinear, pack_linears, packed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BUILTIN_PREFIX = "builtin:"
@@ -395,6 +395,23 @@ class Target:
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [.., V] of final hidden states [.., H]."""
         return self._head(hidden)
+
+    def lm_head_of(self, token_ids: torch.Tensor) -> torch.nn.Linear:
+        """The LM head's rows of some tokens, int64 [N], as a layer of its own: hidden states [.., H] -> logits [.., N].
+
+        Raises `TargetError` where the LM head is not a plain linear layer.
+        """
+        if type(self._head) not in (torch.nn.Linear, PackedLinear):
+            raise TargetError(
+                f"the LM head of {self.spec} is a {type(self._head).__name__}, whose rows cannot be taken apart: use "
+                "this target with a drafter that has no draft vocabulary"
+            )
+        with torch.no_grad():
+            part = torch.nn.Linear(self.hidden_size, len(token_ids), bias=self._head.bias is not None, device="meta")
+            part.weight = torch.nn.Parameter(self._head.weight[token_ids], requires_grad=False)
+            if self._head.bias is not None:
+                part.bias = torch.nn.Parameter(self._head.bias[token_ids], requires_grad=False)
+        return packed(part)
 
     @property
     def embedding_weight(self) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graft_dist.config import TargetConfig
+from graft_dist.draft_head import read_draft_vocabulary
 from graft_dist.drafter import checkpoint_folder, fingerprint, read_config, read_tensors
 from graft_dist.errors import StoreError
 from graft_dist.policy import DataIdentity
@@ -127,7 +128,8 @@ def read_learning_data(
     """
     folder = checkpoint_folder(config.drafter, config.drafter_revision)
     drafter = read_config(folder)
-    drafter_fingerprint = fingerprint(drafter, read_tensors(folder)[0])
+    vocabulary = read_draft_vocabulary(folder, drafter.vocab_size)
+    drafter_fingerprint = fingerprint(drafter, read_tensors(folder)[0], vocabulary)
     with closing(connect(root, snapshot=snapshot)) as connection:
         source = source_of(connection, config.slug)
         where: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
