@@ -3,8 +3,8 @@
 It is the target's LM head, or some rows of it. Of a drafting pass for a small target that product is the larger part,
 and most of its rows are tokens that hardly ever come; so a checkpoint may name those that are worth proposing, its
 *draft vocabulary* (frequency-ranked as in FR-Spec, arXiv 2502.14856; EAGLE-3, arXiv 2503.01840, trains with one).
-Others are never proposed, which costs a round its rest where the target wants one. The target decides over all tokens,
-so no answer changes.
+Others are never proposed: where the target wants one, the round stops there. The target decides over all tokens, so no
+answer changes. Probabilities are over the draft vocabulary, so a little higher than over all tokens.
 
 Owns the file `draft_vocabulary.json`, too, which lies beside a checkpoint's weights and which other readers of the
 public layout pass over. `jobs/draft_vocabulary.py` makes one from stored answers.

@@ -63,7 +63,7 @@ class EdgeScorer(Protocol):
         Args:
             root_tokens: int64 [S], the last committed token of each slot.
             candidate_ids: int32 [S, D, K], distinct within a depth.
-            log_probs: float32 [S, D, K], the drafter's log-probabilities of the candidates over the full vocabulary.
+            log_probs: float32 [S, D, K], the drafter's log-probabilities of the candidates over what it may propose.
             hidden: [S, D, H] the drafter's hidden states, on any device; only needed where `needs_hidden` is true.
 
         Entry [s, d, p, c] is the score of candidate c of depth d+1 under candidate p of depth d (under the root at

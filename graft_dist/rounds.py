@@ -45,7 +45,7 @@ class RoundRecord:
     context_length: int  # committed rows in the KV cache = position of the root
     root_token: int
     candidate_ids: Int32Array  # [D, K]; [0, K] when nothing was drafted
-    candidate_log_probs: Float32Array  # [D, K], log softmax over the whole vocabulary
+    candidate_log_probs: Float32Array  # [D, K], log softmax over what the drafter may propose
     conf: float  # draft confidence (0 when nothing was drafted)
     degen: float  # representation degeneration (0 when nothing was drafted)
     hist: float  # mean of the last accepted lengths (0 in the first round)
