@@ -35,11 +35,13 @@ def provenance() -> dict[str, Any]:
 
 
 def without_folder(argument: str) -> str:
-    """A path that leads out of the working directory as its name alone, also behind `--option=`; else the argument.
+    """A path that leads out of the working directory as its name alone, also behind `--option=` and in a local URI.
 
     Results are published: whose home or scratch folder a file lay in is nobody's business.
     """
     option, _, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
+    if value.startswith(("sqlite:///", "file:///")):
+        return argument.replace(value, f"{value.split('//')[0]}//{Path(value).name}")
     if not value.startswith(("/", "~", "..")):
         return argument
     return f"{option}={Path(value).name}" if option else Path(value).name
