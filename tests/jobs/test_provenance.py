@@ -18,7 +18,14 @@ def test_the_command_does_not_tell_private_folders(monkeypatch: pytest.MonkeyPat
     shown = ["graft", "bench", "--prompts", "p.jsonl", "--config=x.yaml", "--out", "runs/x"]
     monkeypatch.setattr("sys.argv", given)
     assert provenance.provenance()["command"] == shown
-    for argument, told in (("~/p.jsonl", "p.jsonl"), ("--top-p=0.9", "--top-p=0.9"), ("z-lab/x", "z-lab/x")):
+    for argument, told in (
+        ("~/p.jsonl", "p.jsonl"),
+        ("--top-p=0.9", "--top-p=0.9"),
+        ("z-lab/x", "z-lab/x"),
+        ("sqlite:////home/me/mlflow.db", "sqlite://mlflow.db"),
+        ("--tracking-uri=sqlite:////home/me/mlflow.db", "--tracking-uri=sqlite://mlflow.db"),
+        ("http://host:5000/x", "http://host:5000/x"),
+    ):
         assert provenance.without_folder(argument) == told
 
 
