@@ -23,6 +23,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -155,7 +156,8 @@ class Engine:
         max_budget: under a memory limit, the most draft nodes that a round may verify for a slot: so many rows (and
             one for the root) are counted for each. Larger budgets are refused, a drafter's own depth always fits.
         prefill_chunk: prompt tokens read per step, at most, so that a long prompt does not stall the others.
-        record: attach a `RoundRecord` to each round's event. One that cannot be made is left out; `record_failure` has
+        record: attach a `RoundRecord` to each round's event, of all sequences or of those whose ids are in a set; the
+            attribute may be replaced between two steps. One that cannot be made is left out; `record_failure` has
             the last reason.
         projection: [H, H'], through which records keep the drafter's hidden states; None keeps none.
         detokenize: give text with the events (sequences with stop strings are always detokenized).
@@ -172,7 +174,7 @@ class Engine:
         memory_limit_bytes: int | None = None,
         max_budget: int = 127,
         prefill_chunk: int = 256,
-        record: bool = False,
+        record: bool | AbstractSet[str] = False,
         projection: torch.Tensor | None = None,
         detokenize: bool = True,
     ) -> None:
@@ -334,6 +336,9 @@ class Engine:
             if is_device_failure(error):
                 raise
             self.record_failure = f"{type(error).__name__}: {error}"
+
+    def _is_recorded(self, sequence: ActiveSequence) -> bool:
+        return self.record if isinstance(self.record, bool) else sequence.sequence_id in self.record
 
     def _check_usable(self) -> None:
         if self._fault is not None:
@@ -627,7 +632,7 @@ class Engine:
             if not verified.is_finite[start:end].all():
                 raise FloatingPointError(_NOT_FINITE)
             target_tokens = verified.argmax[start:end] if sequence.is_argmax else None
-            if target_tokens is None and self.record:
+            if target_tokens is None and self._is_recorded(sequence):
                 with self._recording():
                     target_tokens = sequence.chooser.next_tokens(logits, tree)
             if target_tokens is not None:
@@ -660,9 +665,10 @@ class Engine:
     def _finish(self, done: _Round) -> None:
         """Count the round, free the slots of sequences that ended, and tell what happened."""
         records: list[RoundRecord | None] = [None] * len(done.batch)
-        if self.record:
+        wanted = [self._is_recorded(sequence) for sequence in done.batch]
+        if any(wanted):
             with self._recording():
-                records = _records(done, self.policy, self._projection)
+                records = _records(done, wanted, self.policy, self._projection)
         traces = _traces(done)
         stages_s = np.array(done.clock.stages_ns) / 1e9
         each = zip(done.batch, done.trees, done.outcomes, records, traces, strict=True)
@@ -728,16 +734,20 @@ def _slot_trace(done: _Round, slot: int, num_rows: int) -> RoundTrace:
     )
 
 
-def _records(done: _Round, policy: DecodingPolicy, projection: torch.Tensor | None) -> list[RoundRecord | None]:
-    """One record per slot; None for a sequence whose own work failed, or whose target tokens are not known."""
+def _records(
+    done: _Round, wanted: Sequence[bool], policy: DecodingPolicy, projection: torch.Tensor | None
+) -> list[RoundRecord | None]:
+    """One record per wanted slot; None for a sequence whose own work failed, or whose target tokens are not known."""
     draft, num_candidates = done.draft, policy.num_candidates
     if draft.proposal is not None and not policy.budget.needs_state:  # nobody has asked for the whole state yet
         states = _with_draft(draft.states, draft.proposal, draft.is_usable)
         done = replace(done, draft=replace(draft, states=states))
-    parents = _parent_logits(done, num_candidates)
+    parents = _parent_logits(done, wanted, num_candidates)
     num_rows = sum(tree.num_nodes + 1 for tree in done.trees)
     records = [
-        None if outcome.target_tokens is None else _slot_record(done, slot, num_candidates, parents[slot], num_rows)
+        _slot_record(done, slot, num_candidates, parents[slot], num_rows)
+        if wanted[slot] and outcome.target_tokens is not None
+        else None
         for slot, outcome in enumerate(done.outcomes)
     ]
     if projection is None or done.draft.proposal is None:
@@ -783,8 +793,12 @@ def _slot_record(
     )
 
 
-def _parent_logits(done: _Round, num_candidates: int) -> list[tuple[Float32Array, Float32Array]]:
-    """Per slot the raw logits [P, K] of the next depth's candidates at the root and each accepted node, and their LSE.
+def _parent_logits(
+    done: _Round, wanted: Sequence[bool], num_candidates: int
+) -> list[tuple[Float32Array, Float32Array]]:
+    """Per wanted slot the raw logits [P, K] of the next depth's candidates at the root and each accepted node.
+
+    With them their log-sum-exp over the vocabulary.
 
     One gather for the whole batch.
     """
@@ -793,8 +807,8 @@ def _parent_logits(done: _Round, num_candidates: int) -> list[tuple[Float32Array
         return [(np.zeros((0, num_candidates), np.float32), np.zeros(0, np.float32))] * len(done.batch)
     depth = proposal.candidate_ids.shape[1]
     parents = [
-        [0, *outcome.path][:depth] if usable else []
-        for outcome, usable in zip(done.outcomes, done.draft.is_usable, strict=True)
+        [0, *outcome.path][:depth] if usable and is_wanted else []
+        for outcome, usable, is_wanted in zip(done.outcomes, done.draft.is_usable, wanted, strict=True)
     ]
     rows = [start + node for start, nodes in zip(done.verified.starts, parents, strict=True) for node in nodes]
     ids = np.concatenate([proposal.candidate_ids[slot, : len(nodes)] for slot, nodes in enumerate(parents)])

@@ -61,6 +61,7 @@ def run_serve(request: ServeRequest) -> int:
         with ExitStack() as stack:
             address = request.address or _start_ray(stack)
             _say(f"loading {settings.target} ...")
+            applications.check_free(address, name)  # what is there is not ours to replace, nor to take down
             drain_s = ServeArgs.model_validate(application["args"]).drain_s
             stack.callback(_take_down, address, name, drain_s + _STOP_MARGIN_S, ending)
             options = {"host": request.host, "port": request.port, "request_timeout_s": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,7 +21,10 @@ class ApiKeys:
 
     @classmethod
     def load(cls, file: str | None, variable: str | None) -> ApiKeys:
-        """Read keys from a file (one a line, # starts a comment) or an environment variable (commas between them).
+        """Read keys from a file or an environment variable.
+
+        A file has one key a line; a # at the beginning or after a blank starts a comment. A variable has commas
+        between keys.
 
         Raises:
             ConfigError: the file cannot be read, the variable is not set, or there is no key in it.
@@ -30,7 +34,7 @@ class ApiKeys:
                 lines = Path(file).read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"the file of API keys {file} cannot be read ({error})") from error
-            keys = [line.split("#")[0].strip() for line in lines]
+            keys = [re.split(r"(?:^|\s)#", line)[0].strip() for line in lines]  # a key may have a # in it
         elif variable is not None:
             keys = [key.strip() for key in os.environ.get(variable, "").split(",")]
         else:

@@ -111,12 +111,19 @@ def deploy(
         if name != application["name"] and _config_of(entry)
     ]
     config: dict[str, Any] = {"applications": [*kept, dict(application)]}
-    if details.get("proxy_location"):
-        config["proxy_location"] = details["proxy_location"]
-    options = http_options or details.get("http_options")
-    if options:
-        config["http_options"] = dict(options)
+    config |= _settings(details)
+    if http_options:
+        config["http_options"] = dict(http_options)
     _request(address, "PUT", config)
+
+
+def check_free(address: str, name: str) -> None:
+    """Raise `ConfigError` if an application of that name is there, ours or not, or if the address is wrong."""
+    if name in _request(address, "GET").get("applications", {}):
+        raise ConfigError(
+            f"an application {name!r} is on the cluster at {address} already: take it down first, or give it another "
+            "policy with `graft promote --address`"
+        )
 
 
 def remove(address: str, name: str) -> None:
@@ -130,11 +137,7 @@ def remove(address: str, name: str) -> None:
     if name not in applications:
         return
     kept = [_config_of(entry) for other, entry in applications.items() if other != name and _config_of(entry)]
-    config: dict[str, Any] = {"applications": kept}
-    for key in ("proxy_location", "http_options"):
-        if details.get(key):
-            config[key] = details[key]
-    _request(address, "PUT", config)
+    _request(address, "PUT", {"applications": kept, **_settings(details)})
 
 
 def wait_until_running(address: str, name: str, timeout_s: float) -> ServedApplication:
@@ -155,6 +158,12 @@ def wait_until_running(address: str, name: str, timeout_s: float) -> ServedAppli
         if time.monotonic() > deadline:
             raise GraftError(f"the application {name!r} is still {status} after {timeout_s:.0f} s")
         time.sleep(0.5)
+
+
+def _settings(details: Mapping[str, Any]) -> dict[str, Any]:
+    """What a cluster has beside its applications; left out of a `PUT`, it would go back to Serve's defaults."""
+    names = ("proxy_location", "http_options", "grpc_options", "target_capacity")
+    return {name: details[name] for name in names if details.get(name) is not None}
 
 
 def _application(name: str, entry: Mapping[str, Any]) -> ServedApplication:

@@ -47,7 +47,7 @@ class Completion:
         self._viewers: list[RoundViewer] = []
         self._stream: RequestStream | None = None
         self._policy = service.decode.active
-        self._last_token: float | None = None
+        self._last_token: dict[int, float] = {}  # when each answer had its last event with tokens
         self._first_token_s: float | None = None
         self._gaps_s: list[float] = []
         self._is_closed = False
@@ -225,7 +225,7 @@ class Completion:
             raise errors.internal()
         self._policy = streamed.policy
         self._answers[streamed.index].take(event)
-        self._time(len(event.token_ids))
+        self._time(streamed.index, len(event.token_ids))
         return streamed
 
     def _details(self, streamed: Streamed) -> dict[str, list[Any]]:
@@ -237,15 +237,15 @@ class Completion:
             details["rounds"] = [view.to_json() for view in self._viewers[streamed.index].views(streamed.event)]
         return details
 
-    def _time(self, num_tokens: int) -> None:
+    def _time(self, index: int, num_tokens: int) -> None:
         now = time.monotonic()
         if num_tokens == 0:
             return
-        if self._last_token is None:
+        if self._first_token_s is None:
             self._first_token_s = now - self._arrived
-        else:
-            self._gaps_s.append((now - self._last_token) / num_tokens)
-        self._last_token = now
+        if index in self._last_token:
+            self._gaps_s.append((now - self._last_token[index]) / num_tokens)
+        self._last_token[index] = now
 
     def _envelope(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -338,7 +338,7 @@ class DecodeThread:
 
     def _step(self) -> None:
         started = time.perf_counter()
-        self._engine.record = bool(self._recorded)
+        self._engine.record = self._recorded
         events = self._round()
         step_s = time.perf_counter() - started
         batches: dict[RequestStream, list[Streamed | Exception]] = {}

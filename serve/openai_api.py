@@ -1,7 +1,8 @@
 """The requests of the OpenAI-compatible API: what is understood, what is refused and with which words.
 
-A field that is not supported is refused by name, never ignored; so is one that nobody knows. Responses are made in
-`answers.py`, routes in `http_app.py`.
+A field that is not supported is refused by name, never ignored; so is one that nobody knows. The first mistake is
+looked for and no other: a body of two million of them would keep the event loop from everybody's answers. Responses are
+made in `answers.py`, routes in `http_app.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from graft_dist.sampling import MAX_LOGPROBS, SamplingParams
@@ -66,6 +67,16 @@ _NEUTRAL: dict[str, list[Any]] = {
 }
 
 
+class FirstMistake(FailFast):
+    """pydantic's `FailFast`, which has no hash, so that no union can hold it."""
+
+    __hash__ = object.__hash__
+
+
+_MESSAGE_UNSUPPORTED = ("tool_calls", "function_call", "audio", "refusal", "name", "tool_call_id", "annotations")
+"""Of messages: an answer that a client sends back as the `openai` package gave it has them, as null or empty."""
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -99,8 +110,10 @@ class _Completion(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=MAX_STOP_IDS)] = ()
+    stop: Annotated[tuple[str, ...], FirstMistake()] = ()
+    stop_token_ids: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...], FirstMistake(), Field(max_length=MAX_STOP_IDS)
+    ] = ()
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -167,7 +180,7 @@ class Message(_Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | tuple[TextPart, ...]
+    content: str | Annotated[tuple[TextPart, ...], FirstMistake()]
 
     @property
     def text(self) -> str:
@@ -178,7 +191,7 @@ class Message(_Strict):
 class ChatRequest(_Completion):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
+    messages: Annotated[tuple[Message, ...], FirstMistake(), Field(min_length=1)]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
@@ -207,10 +220,13 @@ class ChatRequest(_Completion):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+_TokenIds = Annotated[list[int], FirstMistake()]
+
+
 class CompletionRequest(_Completion):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | _TokenIds | Annotated[list[str], FirstMistake()] | Annotated[list[_TokenIds], FirstMistake()]
     echo: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
@@ -260,39 +276,61 @@ def parse(kind: type[Request], body: bytes) -> Request:
     if not isinstance(content, dict):
         raise bad_request("the body has to be a JSON object", None)
     unsupported = _CHAT_UNSUPPORTED if kind is ChatRequest else _COMPLETION_UNSUPPORTED
-    # A null means "as if it were not there", for OpenAI's own fields and for ours.
-    content = {name: value for name, value in content.items() if value is not None}
+    content = _without_nulls(content)
     for name, reason in unsupported.items():
         if name in content and content.pop(name) not in _NEUTRAL.get(name, []):
             raise bad_request(f"{name} is not supported by this server: {reason}", name, "unsupported_parameter")
-    if kind is ChatRequest:
-        _refuse_unsupported_messages(content.get("messages"))
+    for name, options in (("stream_options", StreamOptions), ("graft", GraftOptions)):
+        if isinstance(content.get(name), dict):
+            content[name] = _known(_without_nulls(content[name]), options, f"{name}.")
+    if kind is ChatRequest and isinstance(content.get("messages"), list):
+        content["messages"] = [_message(message, at) for at, message in enumerate(content["messages"])]
     try:
-        return kind.model_validate_json(json.dumps(content))  # as JSON: a list may become a tuple, "3" no number
+        # As JSON: a list may become a tuple, "3" no number.
+        return kind.model_validate_json(json.dumps(_known(content, kind, "")))
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0]) from error
 
 
-def _refuse_unsupported_messages(messages: Any) -> None:
-    """Say in plain words what of the messages is not supported: pydantic would say that a literal differs."""
-    for index, message in enumerate(messages if isinstance(messages, list) else []):
-        if not isinstance(message, dict):
-            continue
-        where = f"messages[{index}]"
-        if message.get("role") in ("tool", "function"):
-            raise bad_request(f"{where}.role: tool calls are not supported", f"{where}.role", "unsupported_parameter")
-        for name in ("tool_calls", "function_call", "audio", "refusal", "name", "tool_call_id"):
-            if message.get(name) is None:
-                message.pop(name, None)
-            else:
-                param = f"{where}.{name}"
-                raise bad_request(f"{param} is not supported by this server", param, "unsupported_parameter")
-        for number, part in enumerate(message["content"] if isinstance(message.get("content"), list) else []):
-            if isinstance(part, dict) and part.get("type") not in ("text", None):
-                param = f"{where}.content[{number}]"
-                raise bad_request(
-                    f"{param} is of type {part['type']!r}: only text is supported", param, "unsupported_parameter"
-                )
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """A null means "as if it were not there", for OpenAI's own fields and for ours."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _known(fields: dict[str, Any], model: type[BaseModel], where: str) -> dict[str, Any]:
+    """The fields as they are. Raises `ApiError` for the first that the model does not have."""
+    unknown = next((name for name in fields if name not in model.model_fields), None)
+    if unknown is not None:
+        raise bad_request(f"unknown field {where}{unknown[:100]}", f"{where}{unknown[:100]}", "unknown_parameter")
+    return fields
+
+
+def _message(message: Any, at: int) -> Any:
+    """A message without what asks for nothing. Says in plain words what is not supported, as pydantic would not."""
+    if not isinstance(message, dict):
+        return message
+    where = f"messages[{at}]"
+    message = _without_nulls(message)
+    if message.get("role") in ("tool", "function"):
+        raise bad_request(f"{where}.role: tool calls are not supported", f"{where}.role", "unsupported_parameter")
+    for name in _MESSAGE_UNSUPPORTED:
+        if message.pop(name, []) != []:
+            param = f"{where}.{name}"
+            raise bad_request(f"{param} is not supported by this server", param, "unsupported_parameter")
+    if isinstance(message.get("content"), list):
+        message["content"] = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(message["content"])]
+    return _known(message, Message, f"{where}.")
+
+
+def _part(part: Any, where: str) -> Any:
+    if not isinstance(part, dict):
+        return part
+    part = _without_nulls(part)
+    if part.get("type") not in ("text", None):
+        raise bad_request(
+            f"{where} is of type {str(part['type'])[:100]!r}: only text is supported", where, "unsupported_parameter"
+        )
+    return _known(part, TextPart, f"{where}.")
 
 
 def _refusal(detail: ErrorDetails) -> ApiError:

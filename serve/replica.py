@@ -23,6 +23,7 @@ class Decoder:
     def __init__(self, args: ServeArgs, config: TargetConfig) -> None:
         metrics = ServingMetrics()
         self._service = Service(args, config, observers=[metrics], request_observers=[metrics])
+        self._is_configured = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The routes; Serve asks for them once the replica is made."""
@@ -30,6 +31,7 @@ class Decoder:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Put another policy in force; requests under way go on. What cannot be read is refused: the old one stays."""
+        self._is_configured = True
         try:
             wanted = UserConfig.model_validate(user_config)
         except ValidationError as error:
@@ -39,7 +41,9 @@ class Decoder:
         self._service.follow_champion()
 
     def check_health(self) -> None:
-        """Fail when the round loop is dead or stuck: Serve then replaces this replica."""
+        """Fail when the round loop is dead or stuck: Serve then replaces this replica. Also without a configuration."""
+        if not self._is_configured:  # Serve calls reconfigure unless it is null: nothing would ever be drafted
+            raise RuntimeError("the deployment's user_config is null: leave it out, or write {policy: null}")
         self._service.decode.check()
 
     def __del__(self) -> None:

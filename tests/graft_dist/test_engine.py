@@ -15,6 +15,7 @@ from graft_dist.edge_scorer import MarginalScorer, hidden_projection
 from graft_dist.engine import Engine, SequenceEvent
 from graft_dist.errors import PolicyError, TargetError
 from graft_dist.policy import DecodingPolicy, chain, ddtree, exploring, plain
+from graft_dist.rounds import RoundRecord
 from graft_dist.sampling import SamplingParams, TokenChooser, token_logprobs
 from graft_dist.target import Target
 from tests.conftest import FakeDrafter
@@ -251,6 +252,36 @@ def test_records_hold_the_targets_logits(tiny_llama: Target, answers: list[list[
         assert summary.num_drafted == num_drafted
         assert summary.prefill_s > 0
         assert summary.decode_s > 0
+
+
+def test_only_the_wanted_sequences_rounds_are_recorded(
+    tiny_llama: Target, drafter: FakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a neighbour above temperature 0 chooses tokens only where its walk comes by."""
+    whole: list[TokenChooser] = []
+    next_tokens = TokenChooser.next_tokens
+
+    def counted(chooser: TokenChooser, logits: torch.Tensor, tree: DraftTree) -> np.ndarray:
+        whole.append(chooser)
+        return next_tokens(chooser, logits, tree)
+
+    monkeypatch.setattr(TokenChooser, "next_tokens", counted)
+    sampled = SamplingParams(temperature=1.0, seed=1, max_new_tokens=12, ignore_eos=True)
+
+    def rounds_of(record: bool | set[str]) -> dict[str, list[RoundRecord | None]]:
+        engine = Engine(tiny_llama, drafter, ddtree(10, 4), max_slots=3, record=record)
+        for name in ("wanted", "other"):
+            engine.add(PROMPTS[0], sampled, name)
+        engine.add(PROMPTS[1], LONG, "greedy")
+        return {name: [event.round for event in own if event.trace is not None] for name, own in run(engine).items()}
+
+    some = rounds_of({"wanted", "nobody"})
+    assert len({id(chooser) for chooser in whole}) == 1
+    assert set(some["other"]) == set(some["greedy"]) == {None}
+    for ours, theirs in zip(some["wanted"], rounds_of(True)["wanted"], strict=True):
+        assert ours is not None and theirs is not None
+        np.testing.assert_array_equal(ours.target_tokens, theirs.target_tokens)
+        np.testing.assert_allclose(ours.parent_logits, theirs.parent_logits, rtol=1e-3, atol=1e-3)
 
 
 def test_plain_records(tiny_llama: Target) -> None:

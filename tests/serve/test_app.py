@@ -273,6 +273,9 @@ def test_a_second_application_beside_the_first_and_a_drain(server: Server) -> No
     second = {"name": "second", "route_prefix": "/second", "import_path": applications.IMPORT_PATH, "args": args}
     applications.deploy(server.dashboard, second)
     applications.wait_until_running(server.dashboard, "second", WAIT_S)
+    with pytest.raises(ConfigError, match="an application 'folder--model' is on the cluster"):
+        applications.check_free(server.dashboard, "folder--model")
+    assert cli.run(["serve", "--config", str(server.config), "--address", server.dashboard]) == 2  # and leaves it there
     assert {one.name for one in applications.list_applications(server.dashboard)} == {"folder--model", "second"}
     client = server.client("/second")
     ask = server.ask(model="second")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from graft_dist.errors import ConfigError
 from jobs.serve_command import default_policy
 from serve.app import DEPLOYMENT, build
 from serve.applications import IMPORT_PATH
+from serve.replica import Decoder
 from serve.serve_args import ServeArgs, UserConfig
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "infra" / "serve").glob("*.yaml"))
@@ -69,3 +71,15 @@ def test_impossible_arguments_are_refused(fields: dict[str, Any], reason: str) -
 def test_an_unknown_target_is_refused_where_the_application_is_built() -> None:
     with pytest.raises(ConfigError, match="no such file"):
         build(ServeArgs(config="nowhere.yaml"))
+
+
+def test_a_replica_that_was_never_configured_is_not_healthy() -> None:
+    """Serve calls `reconfigure` unless user_config is null: such a replica would decode plainly for ever."""
+    decoder = object.__new__(Decoder)
+    decode = SimpleNamespace(check=lambda: None)
+    decoder._service = SimpleNamespace(decode=decode, close=lambda: None)  # type: ignore[assignment]
+    decoder._is_configured = False
+    with pytest.raises(RuntimeError, match="user_config is null"):
+        decoder.check_health()
+    decoder._is_configured = True
+    decoder.check_health()

@@ -16,9 +16,11 @@ from typing import Any
 import openai
 import pytest
 from openai import OpenAI
+from pydantic import ValidationError
 
 from serve import errors
 from serve.completion import Completion
+from serve.openai_api import CompletionRequest
 from tests.serve.conftest import MODEL, RECITAL, Running, recite
 
 LENGTH = len(RECITAL.encode())
@@ -277,6 +279,12 @@ CHAT_REFUSALS = [
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "unsupported_parameter"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
     ({"messages": "recite"}, "messages", "invalid_value"),
+    ({"messages": [1] * 1000}, "messages[0]", "invalid_value"),
+    ({"messages": [MESSAGES[0] | {"nonsense": 1}]}, "messages[0].nonsense", "unknown_parameter"),
+    ({"messages": [MESSAGES[0] | {"annotations": [1]}]}, "messages[0].annotations", "unsupported_parameter"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "detail": "low"}]}]},
+     "messages[0].content[0].detail", "unknown_parameter"),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "unknown_parameter"),
     ({"model": None}, "model", "missing_required_parameter"),
 ]  # fmt: skip
 
@@ -307,6 +315,24 @@ def test_a_completion_is_refused_by_the_fields_name(reciter: Running, change: An
     assert (status, body["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": [True] * 1000}, {"prompt": [["x"] * 1000] * 9}, {"stop": [1] * 1000}, {"stop_token_ids": ["x"] * 1000}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_the_first_mistake_of_a_kind_is_the_last_that_is_looked_for(fields: dict[str, Any]) -> None:
+    """Describing a million of them would keep everybody's streams waiting."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate_json(json.dumps(CONTINUE | fields))
+    assert caught.value.error_count() < 10
+
+
+def test_an_answer_can_be_sent_back_as_the_client_got_it(client: OpenAI) -> None:
+    first = client.chat.completions.create(**ASK, max_tokens=3).choices[0].message
+    messages: list[Any] = [*MESSAGES, first.model_dump(), {"role": "user", "content": "recite", "name": None}]
+    assert client.chat.completions.create(**(ASK | {"messages": messages}), max_tokens=3).choices[0].message.content
+
+
 def test_values_that_ask_for_nothing_special_are_accepted(reciter: Running) -> None:
     neutral = {
         "tools": [],
@@ -316,6 +342,7 @@ def test_values_that_ask_for_nothing_special_are_accepted(reciter: Running) -> N
         "store": False,
     }
     absent = {"stop": None, "seed": None, "user": "somebody", "reasoning_effort": None, "max_tokens": 3}
+    absent |= {"graft": {"method": None}}
     assert post(reciter, "/v1/chat/completions", ASK | neutral | absent)[0] == 200
 
 
@@ -443,6 +470,28 @@ def test_a_stream_that_fails_says_so_and_counts_as_an_error(
     assert (reciter.reports.requests[-1].outcome, reciter.reports.requests[-1].status) == ("error", 500)
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_stream_is_counted(client: OpenAI, reciter: Running) -> None:
+    before = len(reciter.reports.requests)
+    plain = {"graft": {"method": "plain"}}
+    stream = client.chat.completions.create(**ASK, max_tokens=200, stream=True, extra_body=plain)
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 30
+    decode = reciter.service.decode
+    while (len(reciter.reports.requests) == before or decode.num_sequences > 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (report,) = reciter.reports.requests[before:]
+    assert report.outcome == "cancelled" and 0 < report.num_output_tokens < 200
+    assert decode.num_sequences == 0
+
+
+def test_the_time_between_tokens_is_that_of_each_answer(client: OpenAI, reciter: Running) -> None:
+    """Two answers whose pieces come at the same moments: gaps are between an answer's own pieces."""
+    client.chat.completions.create(**ASK, max_tokens=12, n=2, extra_body={"graft": {"method": "plain"}})
+    report = reciter.reports.requests[-1]
+    assert len(report.token_gaps_s) == 2 * 11  # and none from one answer to the other
+
+
 def test_a_client_that_leaves_before_its_body_is_sent_is_no_error_of_ours(reciter: Running) -> None:
     before = len(reciter.reports.requests)
     host, port = reciter.url.removeprefix("http://").split(":")
@@ -493,11 +542,12 @@ def test_the_log_has_a_line_of_json_per_request_and_no_texts(
 
 
 def test_keys(serve_reciter: Callable[..., Running], tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("# ours\nfirst-key\nsecond-key  # of somebody\n")
+    (tmp_path / "keys").write_text("# ours\nfirst-key\nsecond-key  # of somebody\nfourth#key\n")
     running = serve_reciter(api_keys_file=str(tmp_path / "keys"))
     try:
         assert running.client(api_key="second-key").chat.completions.create(**ASK, max_tokens=3)
-        for wrong in ("third-key", "first-ke", "ours"):
+        assert running.client(api_key="fourth#key").chat.completions.create(**ASK, max_tokens=3)
+        for wrong in ("third-key", "first-ke", "ours", "fourth"):
             with pytest.raises(openai.AuthenticationError) as caught:
                 running.client(api_key=wrong).chat.completions.create(**ASK, max_tokens=3)
             assert caught.value.code == "invalid_api_key" and wrong not in caught.value.message

@@ -1,12 +1,17 @@
 """`graft bench-serve` and its soak on a real Ray Serve application: policies swapped, processes watched."""
 
 import json
+import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from openai import OpenAI
 
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import DFlashDrafter
@@ -14,8 +19,10 @@ from graft_dist.target import Target
 from jobs import cli
 from jobs.ray_head import RayHead, free_ports
 from serve import applications
+from serve.serve_args import PolicyPin
 from storage import run_query
 from tests.graft_dist.policies import make_policy, random_network
+from tests.serve.conftest import recite
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -105,3 +112,46 @@ def test_the_traffic_was_recorded_by_the_replica(application: Application) -> No
     (run_of_replica,) = run_query(application.folder / "store", "runs").to_pylist()
     assert run_of_replica["sources"] == "traffic" and run_of_replica["num_sequences"] > 20
     assert run_of_replica["num_errors"] == 0 and run_of_replica["num_length"] > 0
+
+
+def test_two_replicas_share_the_load_a_swap_reaches_both_and_one_can_go(application: Application) -> None:
+    store = application.folder / "pair-store"
+    args = {
+        "config": str(application.folder / "tiny.yaml"), "model": "pair", "methods": ["plain"], "num_cpus": 0.2,
+        "threads": 1, "replicas": 2, "record_traffic": {"store": str(store), "share": 1.0, "unit_sequences": 4},
+    }  # fmt: skip
+    pair = {"name": "pair", "route_prefix": "/pair", "import_path": applications.IMPORT_PATH, "args": args}
+    applications.deploy(application.dashboard, pair)
+    assert len(applications.wait_until_running(application.dashboard, "pair", 300.0).pids) == 2
+    client = OpenAI(base_url=f"{application.url}/pair/v1", api_key="any", timeout=120.0)
+
+    def ask(max_tokens: int) -> str:
+        messages: list[Any] = [{"role": "user", "content": "recite"}]
+        chunks = client.chat.completions.create(
+            model="pair", messages=messages, temperature=0, max_tokens=max_tokens, stream=True
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+    with ThreadPoolExecutor(12) as pool:
+        assert set(pool.map(ask, [60] * 24)) == {recite(60)}
+        applications.set_policy(application.dashboard, "pair", PolicyPin(folder=str(application.folder / "fitting")))
+        in_force = 0
+        deadline = time.monotonic() + 240.0
+        while in_force < 20:  # requests go to either: so many answers in a row come from both
+            assert time.monotonic() < deadline, in_force
+            with urllib.request.urlopen(f"{application.url}/pair/healthz", timeout=30) as response:
+                label = json.loads(response.read())["policy"]["label"]
+            in_force = in_force + 1 if label.startswith("folder-") else 0
+        answers = [pool.submit(ask, 480) for _ in range(12)]
+        applications.deploy(application.dashboard, pair | {"args": args | {"replicas": 1}})
+        assert {answer.result() for answer in answers} == {recite(480)}  # whoever served them finished them first
+    while len(found := applications.wait_until_running(application.dashboard, "pair", 300.0).pids) != 1:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+    assert ask(5) == recite(5)
+    applications.remove(application.dashboard, "pair")
+    while any(one.name == "pair" for one in applications.list_applications(application.dashboard)):
+        assert time.monotonic() < deadline, "the application does not end"
+        time.sleep(0.2)
+    recorded = run_query(store, "SELECT run_id, count(*) AS times FROM sequences GROUP BY run_id").to_pylist()
+    assert len(recorded) >= 2 and all(row["times"] > 0 for row in recorded)
