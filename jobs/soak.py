@@ -7,7 +7,7 @@ decodes by itself, token for token, and another answer is judged by it when the 
 else is a problem. Without one, the reference is the server's own answer before the load.
 
     requests.jsonl  one row per request
-    samples.jsonl   memory and open files of the replicas over time
+    samples.jsonl   memory and open files of the replicas and of the proxies beside them, over time
     others.jsonl    each answer that was not the reference, once, and how often it came
     soak.json       counts, growth, problems; soak.md says the same in words
     run.json        settings, server, machine, versions, commit, command

@@ -61,9 +61,35 @@ def application_control(address: str, name: str | None, policies: Sequence[Polic
         found = next((one for one in applications.list_applications(address) if one.name == chosen), None)
         if found is None:
             raise GraftError(f"the application {chosen!r} has gone")
-        return [pid for pid in found.pids if os.path.exists(f"/proc/{pid}")]
+        replicas = [pid for pid in found.pids if os.path.exists(f"/proc/{pid}")]
+        return [*replicas, *proxies_beside(replicas)]
 
     return ReplicaControl(swap if policies else None, pids)
+
+
+def proxies_beside(replicas: Sequence[int]) -> list[int]:
+    """Serve's proxies on this machine that belong to the same Ray node as one of the replicas.
+
+    They hold the clients' connections, and Serve's details have no pid of theirs; a node's processes have one parent.
+    """
+    nodes = {_parent(pid) for pid in replicas} - {None}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue  # it has ended meanwhile
+        if command.startswith(b"ray::ProxyActor") and _parent(int(folder.name)) in nodes:
+            found.append(int(folder.name))
+    return sorted(found)
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    return int(status.rpartition(")")[2].split()[1])
 
 
 def _name(policy: PolicyPin | None) -> str:

@@ -18,6 +18,7 @@ from graft_dist.drafter import DFlashDrafter
 from graft_dist.target import Target
 from jobs import cli
 from jobs.ray_head import RayHead, free_ports
+from jobs.soak_command import proxies_beside
 from serve import applications
 from serve.serve_args import PolicyPin
 from storage import run_query
@@ -94,7 +95,8 @@ def test_a_short_soak_with_swaps_through_the_dashboard(application: Application,
     assert fingerprints and fingerprints[0].split("-")[-2] == "folder"  # not the one that it began with
     samples = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     (replica,) = applications.list_applications(application.dashboard)[0].pids
-    assert {sample["pid"] for sample in samples} == {replica}
+    (proxy,) = proxies_beside([replica])  # the clients' connections are there
+    assert {sample["pid"] for sample in samples} == {replica, proxy}
 
 
 def test_a_policy_that_does_not_fit_is_a_problem_and_no_answer_is_lost(
