@@ -40,6 +40,8 @@ VARIANTS = (
     ScorerVariant(name="kl-sum", what="the same weights, scores as printed", reading="sum", fitted_as="kl"),
     ScorerVariant(name="kl+pair", what="pair, KL + 0.03 pair", losses=(1.0, 0.03, 0.0)),
     ScorerVariant(name="kl+edge", what="pair, KL + 0.1 edges", losses=(1.0, 0.0, 0.1)),
+    ScorerVariant(name="kl+3pair", what="pair, KL + 0.1 pair", losses=(1.0, 0.1, 0.0)),
+    ScorerVariant(name="kl+3edge", what="pair, KL + 0.3 edges", losses=(1.0, 0.0, 0.3)),
     ScorerVariant(name="edge", what="pair, edges alone", losses=(0.0, 0.0, 1.0)),
     ScorerVariant(name="every-parent", what="pair, KL also at verified parents off the path", every_parent=True),
 )

@@ -5,6 +5,7 @@ Only the driver talks to MLflow, and writes in batches: a tracking server answer
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ class TrackedRun:
         from mlflow.entities import Param
 
         experiment = registry.experiment(slug)
-        with registry.said("written"):
+        with registry.writing():
             run = registry.client.create_run(experiment, run_name=f"policy of {slug}", tags=tags).info.run_id
             registry.client.log_batch(run, params=[Param(name, str(value)) for name, value in params.items()])
         return cls(registry, run)
@@ -57,16 +58,17 @@ class TrackedRun:
             }
             for split in SPLITS
         }
+        # A digest of both, for MLflow takes data sets of one name and digest for one, and shows the first one's source.
         source = {"store": root, "snapshot": identity.store, "runs": identity.run_ids, "shards": identity.num_shards}
         dataset = Dataset(
             name=f"rounds of {data.source.target_spec}"[:500],
-            digest=identity.store[:36],
+            digest=hashlib.sha256(json.dumps([source, profile]).encode()).hexdigest()[:36],
             source_type="graft-store",
             source=json.dumps(source),
             profile=json.dumps(profile),
         )
         tag = InputTag("mlflow.data.context", "training")
-        with self._registry.said("written"):
+        with self._registry.writing():
             self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [tag])])
 
     def log_results(self, metrics: Mapping[str, float], looks: Sequence[Evaluation], files: Sequence[Path]) -> None:
@@ -77,7 +79,7 @@ class TrackedRun:
         rows = [Metric(name, value, now, 0) for name, value in metrics.items()]
         rows += [Metric("fit_held_out_kl", look.held_out_kl, now, look.step) for look in looks]
         rows += [Metric("fit_loss", look.loss, now, look.step) for look in looks[1:]]
-        with self._registry.said("written"):
+        with self._registry.writing():
             for start in range(0, len(rows), 500):
                 self._client.log_batch(self.run_id, metrics=rows[start : start + 500])
             for file in files:
@@ -85,7 +87,7 @@ class TrackedRun:
 
     def finish(self) -> None:
         """Mark the run as finished."""
-        with self._registry.said("written"):
+        with self._registry.writing():
             self._client.set_terminated(self.run_id)
 
 

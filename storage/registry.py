@@ -120,7 +120,7 @@ class Registry:
         With a SQLite file, its artifacts go into a folder beside that file and not into the working directory.
         """
         place = None if self._database is None else (self._database.parent / "mlartifacts" / model_name(slug)).as_uri()
-        with self.said("written"), self._alone():
+        with self.writing():
             found = self.client.get_experiment_by_name(model_name(slug))
             if found is not None:
                 return str(found.experiment_id)
@@ -149,7 +149,7 @@ class Registry:
         content = content_sha256(folder)
         name = model_name(slug)
         experiment = self.experiment(slug)
-        with self.said("written"), self._alone():
+        with self.writing():
             version = self._registered(name, content)
             if version is None:
                 numbers = {METRIC_TAG + key: repr(float(value)) for key, value in (metrics or {}).items()}
@@ -161,13 +161,13 @@ class Registry:
 
     def tag(self, slug: str, version: int, tags: Mapping[str, str]) -> None:
         """Set tags of a version, such as why it was or was not promoted."""
-        with self.said("written"), self._alone():
+        with self.writing():
             for key, value in tags.items():
                 self.client.set_model_version_tag(model_name(slug), str(version), key, value)
 
     def log_report(self, slug: str, version: int, report: Path) -> None:
         """Keep a file beside what the version's MLflow run has logged, under `reports`."""
-        with self.said("written"), self._alone():
+        with self.writing():
             self.client.log_artifact(self._known(model_name(slug), version).run_id, str(report), "reports")
 
     def promote(self, slug: str, version: int, *, expected_champion: int | None = -1) -> Promotion:
@@ -177,7 +177,7 @@ class Registry:
         -1 does not ask.
         """
         name = model_name(slug)
-        with self.said("written"), self._alone():
+        with self.writing():
             found = self._known(name, version)
             aliases = self._aliases(name)
             champion = aliases.get(CHAMPION)
@@ -198,7 +198,7 @@ class Registry:
     def rollback(self, slug: str) -> Promotion:
         """Make the previous champion the champion again; there is no previous one afterwards."""
         name = model_name(slug)
-        with self.said("written"), self._alone():
+        with self.writing():
             aliases = self._aliases(name)
             previous, champion = aliases.get(PREVIOUS), aliases.get(CHAMPION)
             if previous is None:
@@ -368,6 +368,12 @@ class Registry:
                 raise
 
     @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Whatever writes to MLflow: one process at a time where it is a SQLite file, errors in one sentence."""
+        with self.said("written"), self._alone():
+            yield
+
+    @contextlib.contextmanager
     def said(self, what: str) -> Iterator[None]:
         """Turn what goes wrong in MLflow, its database or the network into one sentence.
 
@@ -387,7 +393,7 @@ class Registry:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the SQLite file's lock, which only this module takes; nothing for a tracking server."""
+        """Hold the SQLite file's lock, which whoever writes through this module takes; nothing for a tracking server."""
         if self._database is None:
             yield
             return
