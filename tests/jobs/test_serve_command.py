@@ -37,6 +37,7 @@ def test_ctrl_c_waits_for_requests_unless_it_comes_again(
         return [] if is_patient and look == 3 else [SimpleNamespace(name="smollm2-135m")]
 
     monkeypatch.setattr("jobs.serve_command.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(applications, "check_free", lambda *arguments: None)
     monkeypatch.setattr(applications, "deploy", lambda *arguments, **options: told.append("deploy"))
     monkeypatch.setattr(applications, "wait_until_running", interrupted)
     monkeypatch.setattr(applications, "remove", lambda *arguments: told.append("remove"))

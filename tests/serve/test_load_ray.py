@@ -144,9 +144,9 @@ def test_two_replicas_share_the_load_a_swap_reaches_both_and_one_can_go(applicat
             with urllib.request.urlopen(f"{application.url}/pair/healthz", timeout=30) as response:
                 label = json.loads(response.read())["policy"]["label"]
             in_force = in_force + 1 if label.startswith("folder-") else 0
-        answers = [pool.submit(ask, 480) for _ in range(12)]
+        answers = [pool.submit(ask, 200) for _ in range(12)]
         applications.deploy(application.dashboard, pair | {"args": args | {"replicas": 1}})
-        assert {answer.result() for answer in answers} == {recite(480)}  # whoever served them finished them first
+        assert {answer.result() for answer in answers} == {recite(200)}  # whoever served them finished them first
     while len(found := applications.wait_until_running(application.dashboard, "pair", 300.0).pids) != 1:
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
