@@ -393,7 +393,7 @@ class Registry:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the SQLite file's lock, which whoever writes through this module takes; nothing for a tracking server."""
+        """Hold the SQLite file's lock, which whoever writes through this module takes; nothing for a server."""
         if self._database is None:
             yield
             return
