@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -34,9 +35,10 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 class Decoder(Protocol):
     """The part of `Engine` that a collector drives."""
 
-    record: bool
     record_failure: str | None
 
+    @property
+    def record(self) -> bool | AbstractSet[str]: ...
     @property
     def num_live(self) -> int: ...
     @property
