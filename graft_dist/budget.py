@@ -13,6 +13,7 @@ Dimension letters: S slots, D draft depth, K candidates per depth, H hidden size
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,6 +22,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import njit
 
 from graft_dist.cost_curve import CostCurve
 from graft_dist.counter_random import hash_counters
@@ -34,6 +36,8 @@ HISTORY_WINDOW = 8
 
 _GAIN_MEMORY = 32  # trees after which expected gains are mostly forgotten
 _MIN_TREES = 8  # trees that must have been seen before rounds go without a draft
+
+_LEAST_NORM = 1e-8  # of a hidden state, so that a cosine is never a division by 0
 
 NO_LIMIT = 2**31 - 1
 """A budget that never binds: the tree is limited by its depth, its candidates and the room left."""
@@ -199,6 +203,7 @@ class PiecewiseCalibration:
 
     scores: tuple[float, ...]  # rising
     chances: tuple[float, ...]  # between 0 and 1, never falling
+    _points: tuple[FloatArray, FloatArray] = field(init=False, repr=False, compare=False)  # both, as arrays
 
     needs_state = False
 
@@ -209,10 +214,15 @@ class PiecewiseCalibration:
             raise PolicyError("the scores of a calibration must rise and its chances must not fall")
         if not all(0 <= chance <= 1 for chance in self.chances):
             raise PolicyError(f"the chances of a calibration must lie between 0 and 1, not {self.chances}")
+        object.__setattr__(self, "_points", (np.array(self.scores), np.array(self.chances)))
 
     def probabilities(self, scores: npt.NDArray[np.float32], state: DraftState) -> FloatArray:
         """Return the curve at `scores`."""
-        return np.interp(scores.astype(np.float64), self.scores, self.chances)
+        return self.at(scores.astype(np.float64))
+
+    def at(self, scores: FloatArray) -> FloatArray:
+        """Return the curve at `scores`, whatever the state."""
+        return np.interp(scores, *self._points)
 
 
 @dataclass(frozen=True)
@@ -227,17 +237,19 @@ class StateCalibration:
     scores: tuple[float, ...]  # shifted scores, rising
     chances: tuple[float, ...]  # between 0 and 1, never falling
     first_hist: float = 2.0  # stands for `hist` in a sequence's first round
+    _curve: PiecewiseCalibration = field(init=False, repr=False, compare=False)
 
     needs_state = True
 
     def __post_init__(self) -> None:
-        PiecewiseCalibration(self.scores, self.chances)  # the same rules
+        object.__setattr__(self, "_curve", PiecewiseCalibration(self.scores, self.chances))  # the same rules
 
     def probabilities(self, scores: npt.NDArray[np.float32], state: DraftState) -> FloatArray:
         """Return the curve at the shifted `scores`."""
         hist = state.hist if state.hist > 0 else self.first_hist
-        shift = float(np.dot(self.weights, (state.conf, state.degen, hist)))
-        return np.interp(scores.astype(np.float64) + shift, self.scores, self.chances)
+        of_conf, of_degen, of_hist = self.weights
+        shift = of_conf * state.conf + of_degen * state.degen + of_hist * hist
+        return self._curve.at(scores.astype(np.float64) + shift)
 
 
 @dataclass(frozen=True)
@@ -438,10 +450,38 @@ def degenerations(hidden: torch.Tensor) -> npt.NDArray[np.float64]:
     if hidden.shape[1] < 2:
         return np.zeros(hidden.shape[0])
     states = hidden.float()
-    norms = states.square().sum(dim=-1).sqrt().clamp_min(1e-8)
-    # torch's own cosine_similarity takes several times as long for so few rows.
+    if hidden.device.type == "cpu":  # compiled: for so few rows torch's calls take many times as long as the sums
+        return _degenerations(np.require(states.numpy(), None, ["C", "W"]))
+    norms = states.square().sum(dim=-1).sqrt().clamp_min(_LEAST_NORM)
     cosines = (states[:, :-1] * states[:, 1:]).sum(dim=-1) / (norms[:, :-1] * norms[:, 1:])
     return (cosines.mean(dim=1) + cosines[:, -1] - cosines[:, 0]).double().cpu().numpy()
+
+
+@njit(cache=True)
+def _degenerations(hidden: npt.NDArray[np.float32]) -> FloatArray:
+    """Return `degeneration` of each slot, from hidden states [S, D, H] with D of at least 2."""
+    num_slots, depth, _ = hidden.shape
+    found = np.empty(num_slots, np.float64)
+    for slot in range(num_slots):
+        total = first = cosine = 0.0
+        norm = max(math.sqrt(_inner(hidden[slot, 0], hidden[slot, 0])), _LEAST_NORM)
+        for at in range(1, depth):
+            last_norm, norm = norm, max(math.sqrt(_inner(hidden[slot, at], hidden[slot, at])), _LEAST_NORM)
+            cosine = _inner(hidden[slot, at - 1], hidden[slot, at]) / (last_norm * norm)
+            total += cosine
+            if at == 1:
+                first = cosine
+        found[slot] = total / (depth - 1) + cosine - first
+    return found
+
+
+@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+def _inner(left: npt.NDArray[np.float32], right: npt.NDArray[np.float32]) -> float:
+    """Return left . right; sums may be reordered, so that they run in vector registers."""
+    total = np.float32(0.0)
+    for unit in range(len(left)):
+        total += left[unit] * right[unit]
+    return total
 
 
 def acceptance_history(acceptance_lengths: Sequence[int], window: int = HISTORY_WINDOW) -> float:

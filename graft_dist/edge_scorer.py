@@ -23,10 +23,10 @@ from torch import nn
 
 from graft_dist.errors import PolicyError
 
-Float16Array = npt.NDArray[np.float16]
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+UInt16Array = npt.NDArray[np.uint16]
 
 Reading = Literal["sum", "conditional"]
 """How f enters an edge's score.
@@ -37,7 +37,7 @@ conditional: `S(v) = log softmax over the parent's candidates of (log q_d + f) [
     chance that its last node is accepted.
 """
 
-_LEAST_LOG_Q = -30.0
+_LEAST_LOG_Q = np.float32(-30.0)
 """Where log-probabilities are cut before they are weighed: a weight of 0 must not meet minus infinity."""
 
 _TABLE_ROWS = 8192  # vocabulary rows projected at a time
@@ -220,7 +220,7 @@ class TdesNetwork(nn.Module):
         if self.config.reliance:
             if log_q is None:
                 raise PolicyError("this edge scorer weighs the drafter's log-probabilities, and there are none")
-            of_parent, of_child = (values.clamp(min=_LEAST_LOG_Q) for values in log_q)
+            of_parent, of_child = (values.clamp(min=float(_LEAST_LOG_Q)) for values in log_q)
             f = f + (self.reliance[depths] + self.parent_reliance[depths] * of_parent) * of_child
         return f
 
@@ -252,13 +252,15 @@ class TdesScorer:
         self.needs_hidden = config.gate_rank > 0
         with torch.no_grad():
             scale = float(network.log_scale.exp())
-            self._parent, self._child, self._gate_parent, self._gate_child = _vocabulary_tables(network, embeddings)
-            self._depth_terms = network.depth_terms().float().cpu().numpy()
-            self._weight = (scale * network.weight).float().cpu().numpy()
-            self._offset = scale * float(network.offset)
-            self._reliance = network.reliance.float().cpu().numpy()
-            self._parent_reliance = network.parent_reliance.float().cpu().numpy()
-            gate_hidden = (scale / config.hidden_rms * network.gate_hidden.T).float().contiguous()
+            self._tables = _vocabulary_tables(network, embeddings)
+            self._weights = (
+                network.depth_terms().float().cpu().numpy(),
+                (scale * network.weight).float().cpu().numpy(),
+                np.float32(scale * float(network.offset)),
+                network.reliance.float().cpu().numpy(),
+                network.parent_reliance.float().cpu().numpy(),
+            )
+            gate_hidden = (scale / config.hidden_rms * network.gate_hidden).float().contiguous()
             # On the device of the embeddings, where the drafter's hidden states are too.
             self._gate_hidden = gate_hidden.to(embeddings.device)
             self._gate_weights = gate_hidden.cpu().numpy()
@@ -277,45 +279,31 @@ class TdesScorer:
         scores = np.zeros((num_slots, depth, width, width), np.float32)
         if scores.size == 0:
             return scores
-        parents = np.empty_like(candidate_ids)
-        parents[:, 0] = np.asarray(root_tokens)[:, None]
-        parents[:, 1:] = candidate_ids[:, :-1]
         if self.needs_hidden:
-            self._add_gate(scores, parents, candidate_ids, _known(hidden))
-        if self.config.reliance:
-            self._add_reliance(scores, log_probs)
+            state = self._gate_state(_known(hidden))
+        else:
+            state = np.zeros((num_slots, depth, 0), np.float32)
+        # Writeable and contiguous, for other arrays would be other types to compile for.
         _score_edges(
-            self._parent[parents].astype(np.float32),
-            self._child[candidate_ids].astype(np.float32),
-            self._depth_terms,
-            self._weight,
-            np.float32(self._offset),
-            np.ascontiguousarray(log_probs, dtype=np.float32),
+            np.require(root_tokens, np.int64, ["C", "W"]),
+            np.require(candidate_ids, np.int32, ["C", "W"]),
+            np.require(log_probs, np.float32, ["C", "W"]),
+            state,
+            self._tables,
+            self._weights,
             self.reading == "conditional",
             scores,
         )
         return scores
 
-    def _add_gate(self, scores: Float32Array, parents: Int32Array, children: Int32Array, hidden: torch.Tensor) -> None:
-        """Write s * <A(e_p) * H(h_d), B(e_c)> of every edge into `scores` [S, D, K, K]."""
+    def _gate_state(self, hidden: torch.Tensor) -> Float32Array:
+        """Return s * H(h_d), float32 [S, D, R], of hidden states [S, D, H]."""
         if hidden.device.type == "cpu":
             # In one thread: waking torch's other threads for so little costs more than it saves, and far more on a
             # busy machine.
-            state = _project(np.ascontiguousarray(hidden.float().numpy()), self._gate_weights)
-        else:
-            state = (hidden.float() @ self._gate_hidden).cpu().numpy()
-        _fill_gate(
-            self._gate_parent[parents].astype(np.float32), self._gate_child[children].astype(np.float32), state, scores
-        )
-
-    def _add_reliance(self, scores: Float32Array, log_probs: Float32Array) -> None:
-        """Add (r_d + t_d log q_{d-1}(p)) log q_d(c) of every edge to `scores` [S, D, K, K]."""
-        of_child = np.maximum(np.asarray(log_probs, np.float32), np.float32(_LEAST_LOG_Q))
-        depth = of_child.shape[1]
-        of_parent = np.zeros_like(of_child)  # the root is certain
-        of_parent[:, 1:] = of_child[:, :-1]
-        weights = self._reliance[:depth, None] + self._parent_reliance[:depth, None] * of_parent
-        scores += weights[..., :, None] * of_child[..., None, :]
+            return _project(np.require(hidden.float().numpy(), None, ["C", "W"]), self._gate_weights)
+        state: Float32Array = (hidden.float() @ self._gate_hidden.T).cpu().numpy()
+        return state
 
 
 def root_mean_square(values: torch.Tensor) -> float:
@@ -376,103 +364,140 @@ def _known(hidden: torch.Tensor | None) -> torch.Tensor:
     return hidden
 
 
-def _vocabulary_tables(network: TdesNetwork, embeddings: torch.Tensor) -> tuple[Float16Array, ...]:
-    """Return the four tables of `TokenTables` for the whole vocabulary, float16, in that order."""
+def _vocabulary_tables(
+    network: TdesNetwork, embeddings: torch.Tensor
+) -> tuple[UInt16Array, UInt16Array, UInt16Array, UInt16Array]:
+    """Return the four tables of `TokenTables` for the whole vocabulary, in that order: the bits of float16 numbers."""
     parts: list[tuple[torch.Tensor, ...]] = []
     for rows in embeddings.split(_TABLE_ROWS):
         tables = network.token_tables(rows.to(network.weight.device))
         columns = (tables.parent, tables.child, tables.gate_parent, tables.gate_child)
         parts.append(tuple(column.half().cpu() for column in columns))
-    return tuple(torch.cat(column).numpy() for column in zip(*parts, strict=True))
+    parent, child, gate_parent, gate_child = (
+        torch.cat(column).numpy().view(np.uint16) for column in zip(*parts, strict=True)
+    )
+    return parent, child, gate_parent, gate_child
 
 
-@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+@njit(cache=True)
 def _project(hidden: Float32Array, weights: Float32Array) -> Float32Array:
-    """Return hidden [S, D, H] @ weights [H, R], as float32 [S, D, R]."""
-    num_slots, depth, size = hidden.shape
-    rank = weights.shape[1]
-    projected = np.zeros((num_slots, depth, rank), np.float32)
+    """Return hidden [S, D, H] @ weights [R, H] transposed, as float32 [S, D, R]."""
+    num_slots, depth, _ = hidden.shape
+    rank = len(weights)
+    projected = np.empty((num_slots, depth, rank), np.float32)
     for slot in range(num_slots):
         for at in range(depth):
-            row = projected[slot, at]
-            for unit in range(size):
-                value = hidden[slot, at, unit]
-                for place in range(rank):
-                    row[place] += value * weights[unit, place]
+            for place in range(rank):
+                projected[slot, at, place] = _dot(hidden[slot, at], weights, place)
     return projected
 
 
-@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
-def _fill_gate(parents: Float32Array, children: Float32Array, state: Float32Array, scores: Float32Array) -> None:
-    """Fill `scores` [S, D, K, K] with the sum over r of parents [S, D, K, R] * state [S, D, R] * children."""
-    num_slots, depth, num_candidates, rank = children.shape
-    left = np.empty(rank, np.float32)
-    for slot in range(num_slots):
-        for at in range(depth):
-            for parent in range(1 if at == 0 else num_candidates):
-                for place in range(rank):
-                    left[place] = parents[slot, at, parent, place] * state[slot, at, place]
-                for child in range(num_candidates):
-                    total = np.float32(0.0)
-                    for place in range(rank):
-                        total += left[place] * children[slot, at, child, place]
-                    scores[slot, at, parent, child] = total
+@njit(cache=True)
+def _load(table: UInt16Array, token: int, row: Float32Array) -> None:
+    """Copy a token's row of float16 numbers, given as bits [V, n], to `row` [n].
+
+    Sign, exponent and fraction go to their places in a float32; the exponents' biases differ by 112. Exact, but for
+    infinities, which no table holds.
+    """
+    bits = row.view(np.int32)
+    for unit in range(len(row)):
+        half = np.int32(table[token, unit])
+        bits[unit] = ((half & 0x8000) << 16) | ((half & 0x7FFF) << 13)
+    for unit in range(len(row)):
+        row[unit] *= np.float32(2.0**112)
 
 
 @njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
-def _mixed_dot(base: Float32Array, child: Float32Array, weight: Float32Array) -> np.float32:
-    """Return weight . relu(base + child); sums may be reordered, so that they run in vector registers."""
+def _mixed_dot(weight: Float32Array, base: Float32Array, rows: Float32Array, row: int) -> np.float32:
+    """Return weight . relu(base + rows[row]); sums may be reordered, so that they run in vector registers.
+
+    A row by its number, not as an array of its own: to make one costs as much as the sum.
+    """
     total = np.float32(0.0)
     for unit in range(len(weight)):
-        mixed = base[unit] + child[unit]
+        mixed = base[unit] + rows[row, unit]
         total += weight[unit] * (mixed if mixed > 0 else np.float32(0.0))
     return total
 
 
+@njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
+def _dot(left: Float32Array, rows: Float32Array, row: int) -> np.float32:
+    """Return left . rows[row], as `_mixed_dot` sums."""
+    total = np.float32(0.0)
+    for place in range(len(left)):
+        total += left[place] * rows[row, place]
+    return total
+
+
 @njit(cache=True)
-def _normalise(scores: Float32Array, log_probs: Float32Array) -> None:
+def _normalise(scores: Float32Array, log_probs: Float32Array, probs: Float32Array) -> None:
     """Turn f [K] of one parent's edges into conditional scores, in place.
 
     `log softmax(log q + f) + log coverage = log q + f - log(sum of q exp(f) / sum of q)`. In this form f = 0 gives
-    log q to the last bit, since both sums run over the same numbers.
+    log q to the last bit, since both sums run over the same numbers: `probs`, which are q but for a factor.
     """
-    highest, most_likely = scores.max(), log_probs.max()
+    highest = scores.max()
     tilted, plain = np.float32(0.0), np.float32(0.0)
     for candidate in range(len(scores)):
-        prob = np.exp(log_probs[candidate] - most_likely)
-        tilted += prob * np.exp(scores[candidate] - highest)
-        plain += prob
+        tilted += probs[candidate] * np.exp(scores[candidate] - highest)
+        plain += probs[candidate]
     shift = highest + np.log(max(tilted, np.float32(1e-37)) / plain)
     for candidate in range(len(scores)):
         scores[candidate] = log_probs[candidate] + (scores[candidate] - shift)
 
 
 @njit(cache=True)
+def _add_reliance(scores: Float32Array, trust: np.float32, log_probs: Float32Array) -> None:
+    """Add trust * log q of every candidate [K] to one parent's edges [K]."""
+    for candidate in range(len(scores)):
+        scores[candidate] += trust * max(log_probs[candidate], _LEAST_LOG_Q)
+
+
+@njit(cache=True)
 def _score_edges(
-    parents: Float32Array,
-    children: Float32Array,
-    depth_terms: Float32Array,
-    weight: Float32Array,
-    offset: np.float32,
+    root_tokens: Int64Array,
+    candidate_ids: Int32Array,
     log_probs: Float32Array,
+    state: Float32Array,
+    tables: tuple[UInt16Array, UInt16Array, UInt16Array, UInt16Array],
+    weights: tuple[Float32Array, Float32Array, np.float32, Float32Array, Float32Array],
     is_conditional: bool,
     scores: Float32Array,
 ) -> None:
-    """Fill `scores` [S, D, K, K], which hold the gate's part of f or 0, from table rows [S, D, K, h]."""
-    num_slots, depth, num_candidates, width = children.shape
-    base = np.empty(width, np.float32)
+    """Fill `scores` [S, D, K, K], all 0 so far, for candidates [S, D, K] and gate states [S, D, R].
+
+    `weights` are W_d e_d + b [D, h], s * w [h], s * b0, and r and t [D], or [0] without reliance. What a token
+    contributes is read from the `tables`, once for each depth it stands at.
+    """
+    parent_table, child_table, gate_parent_table, gate_child_table = tables
+    depth_terms, weight, offset, reliance, parent_reliance = weights
+    num_slots, depth, num_candidates = candidate_ids.shape
+    width, rank = len(weight), state.shape[2]
+    children = np.empty((num_candidates, width), np.float32)
+    gate_children = np.empty((num_candidates, rank), np.float32)
+    base, gate = np.empty(width, np.float32), np.empty(rank, np.float32)
+    probs = np.empty(num_candidates, np.float32)
     for slot in range(num_slots):
         for at in range(depth):
+            row_log_probs = log_probs[slot, at]
+            most_likely = row_log_probs.max()
+            for child in range(num_candidates):
+                _load(child_table, candidate_ids[slot, at, child], children[child])
+                _load(gate_child_table, candidate_ids[slot, at, child], gate_children[child])
+                probs[child] = np.exp(row_log_probs[child] - most_likely)
             for parent in range(1 if at == 0 else num_candidates):
+                token = root_tokens[slot] if at == 0 else np.int64(candidate_ids[slot, at - 1, parent])
+                _load(parent_table, token, base)
+                _load(gate_parent_table, token, gate)
+                base += depth_terms[at]
+                gate *= state[slot, at]
                 row = scores[slot, at, parent]
-                for unit in range(width):
-                    base[unit] = parents[slot, at, parent, unit] + depth_terms[at, unit]
                 for child in range(num_candidates):
-                    row[child] += _mixed_dot(base, children[slot, at, child], weight) + offset
+                    row[child] = offset + _mixed_dot(weight, base, children, child) + _dot(gate, gate_children, child)
+                if len(reliance) > 0:
+                    of_parent = np.float32(0.0) if at == 0 else max(log_probs[slot, at - 1, parent], _LEAST_LOG_Q)
+                    _add_reliance(row, reliance[at] + parent_reliance[at] * of_parent, row_log_probs)
                 if is_conditional:
-                    _normalise(row, log_probs[slot, at])
+                    _normalise(row, row_log_probs, probs)
                 else:
-                    for child in range(num_candidates):
-                        row[child] += log_probs[slot, at, child]
-            if at == 0:
-                scores[slot, at, 1:] = 0
+                    row += row_log_probs

@@ -121,7 +121,7 @@ class _Ablation:
         self.request, self.data, self._identity = request, data, identity
         config = request.config
         self._embeddings = read_embeddings(config.target, revision=config.revision)
-        self._costs = recorded_costs(data, request.store, config.slug)
+        self._costs, *_ = recorded_costs(data, request.store, config.slug)
         self._planner = ScorerPlanner(config, request.store, data, self._embeddings, request.threads)
 
     def file(self, variant: ScorerVariant) -> Path:

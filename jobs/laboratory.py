@@ -103,18 +103,21 @@ class Laboratory:
         return run_trial(self._rounds(split), prompt_of, self.scorers, made, self.cost, self.max_budget)
 
 
-def recorded_costs(data: LearningData, store: str, slug: str) -> CostFits:
-    """What rounds cost on the hardware on which most of them were alone.
+def recorded_costs(data: LearningData, store: str, slug: str) -> list[CostFits]:
+    """What rounds cost, by hardware; first the one on which most rounds were alone, by which decoders are judged here.
 
     Where only batches were timed, the curve is of a sequence's share: it judges policies here, and is kept under a name
     that no hardware has, so that who decodes with the policy measures rounds instead of believing it.
     """
     with closing(connect(store, snapshot=data.snapshot)) as connection:
         for min_rounds in _ROUNDS_OF_A_BUDGET:
+            found: dict[str, CostFits] = {}  # by hardware: its most telling rounds
             for timed in timed_rounds(connection, slug, data.drafter_fingerprint, data.shape):
-                fits = fit_costs(timed.rounds, timed.label, min_rounds)
+                fits = None if timed.hardware in found else fit_costs(timed.rounds, timed.label, min_rounds)
                 if fits is not None:
-                    return fits
+                    found[timed.hardware] = fits
+            if found:
+                return list(found.values())
     raise StoreError(
         "the decoded rounds have too few budgets to tell what others would cost: collect with --explore 0,4,8,16,32,64"
     )

@@ -106,7 +106,8 @@ def run(request: PolicyRequest) -> int:
     )
     _say_data(data)
     costs = recorded_costs(data, request.store, request.config.slug)
-    say(f"cost of rounds: {costs.best.name}, {costs.best.error_ms:.2f} ms off on held-out rounds")
+    for fits in costs:
+        say(f"cost of rounds on {fits.hardware}: {fits.best.name}, {fits.best.error_ms:.2f} ms off on held-out rounds")
     registry = Registry(request.tracking_uri)
     tracked = TrackedRun.open(registry, request.config.slug, pinned.run_id, request.settings)
     pinned.keep(snapshot, data.drafter_fingerprint, tracked.run_id)
@@ -117,7 +118,7 @@ def run(request: PolicyRequest) -> int:
         "marginal": MarginalScorer(),
         "tdes": TdesScorer(network, embeddings, request.reading),
     }
-    lab = Laboratory(data, request.store, request.config.slug, scorers, costs.best.curve, request.max_budget)
+    lab = Laboratory(data, request.store, request.config.slug, scorers, costs[0].best.curve, request.max_budget)
     choice = choose(lab)
     for scorer, fits in choice.calibrations.items():
         error = choice.gains[scorer].error
@@ -203,7 +204,7 @@ def _policy(request: PolicyRequest, data: LearningData, network: TdesNetwork, re
         form=chosen.form,
         num_candidates=data.shape.width,
         max_budget=request.max_budget,
-        cost_curves={report.costs.hardware: report.costs.best.curve},
+        cost_curves={fits.hardware: fits.best.curve for fits in report.costs},
         data=data.identity,
         metrics=report.metrics,
     )

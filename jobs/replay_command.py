@@ -19,7 +19,7 @@ from graft_dist.cost_curve import CostCurve, fit_cost_curve, read_cost_curve
 from graft_dist.decoder import load_target
 from graft_dist.edge_scorer import EdgeScorer, MarginalScorer
 from graft_dist.errors import PolicyError, PromptError, StoreError
-from graft_dist.policy import GraftPolicy, caddtree
+from graft_dist.policy import CADDTREE_BUDGET, GraftPolicy, caddtree
 from graft_dist.prompts import BadPrompt, Prompt, is_held_out
 from graft_dist.replay import LOST, OracleRow, ReplayReport, ReplayRow, replay
 from jobs.out_file import to_json
@@ -57,10 +57,11 @@ class ReplayRequest:
     is_held_out_only: bool
     cost: Path | None
 
-    @property
-    def max_budget(self) -> int:
-        """Nodes of the trees that are built."""
-        return max(*self.budgets, 0 if self.learned is None else self.learned.max_budget)
+    def max_budget(self, cost: CostCurve | None) -> int:
+        """Nodes of the trees that are built: as many as any of the policies may ask for."""
+        if self.learned is not None:
+            return max(*self.budgets, self.learned.max_budget)
+        return max(*self.budgets, 0 if cost is None else CADDTREE_BUDGET)
 
 
 def run_replay(request: ReplayRequest, format: str) -> int:
@@ -76,7 +77,7 @@ def run_replay(request: ReplayRequest, format: str) -> int:
         skipped = count_skipped(connection, selection)
         scorer = _scorer(request, drafters)
         rounds = recorded_rounds(connection, selection, with_hidden=scorer.needs_hidden)
-        report = replay(rounds, scorer, _policies(request, cost), max_budget=request.max_budget, cost=cost)
+        report = replay(rounds, scorer, _policies(request, cost), max_budget=request.max_budget(cost), cost=cost)
     if not report.rows:
         raise StoreError(f"no recorded round to replay: {_skipped_text(skipped)}.")
     print(_as_json(request, cost, skipped, report) if format == "json" else _as_table(cost, skipped, report))
@@ -91,7 +92,7 @@ def _policies(request: ReplayRequest, cost: CostCurve | None) -> dict[str, Budge
         if request.learned.kind == "fixed" or cost is not None:
             policies["graft"] = request.learned.budget_policy(cost)
     elif cost is not None:
-        policies["caddtree"] = caddtree(cost, request.max_budget).budget
+        policies["caddtree"] = caddtree(cost).budget
     return policies
 
 

@@ -1,11 +1,12 @@
 r"""Learn a policy from collected rounds: an edge scorer and budgets, tracked and registered in MLflow.
 
+    ray job submit --working-dir . -- python jobs/train.py --config FILE
     python jobs/train.py --config FILE --store DIR --out DIR          (with --workers it starts Ray by itself)
-    ray job submit --working-dir . -- python jobs/train.py --config FILE --store /DIR --out /DIR --workers 2
 
-Only prompts that no drafter is trained on are used, split by a hash of their text into rounds to fit on, to choose by
-and to judge by. Run again with the same arguments it goes on where it ended. The result is the folder DIR/policy, and
-a new version of graft-TARGET in MLflow's registry with the alias challenger.
+Without --store, rounds are read where the configuration's retrain.store says; without --out, a new folder is made in
+retrain.runs and named. Only prompts that no drafter is trained on are used, split by a hash of their text into rounds
+to fit on, to choose by and to judge by. Run again with the same --out it goes on where it ended. The result is its
+folder policy, and a new version of graft-TARGET in MLflow's registry with the alias challenger.
 Exit codes: 0 learned; 2 the arguments or the store cannot work, in one sentence; 130 interrupted.
 """
 
@@ -14,17 +15,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 if __name__ == "__main__":  # run as a file: the folder on the path is jobs/, the packages are beside it
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from graft_dist.config import load_config
+from graft_dist.config import TargetConfig, load_config
+from graft_dist.errors import ConfigError
 from graft_dist.learning.tdes import TdesTraining
 from jobs.arguments import check_folder, check_place, count, from_zero, job_parser, run_job, whole_number
+from jobs.cluster import job_id
 from jobs.policy_training import PolicyRequest, run
 from jobs.registry_command import tracking_uri
-from jobs.scorer_training import Placement
+from jobs.scorer_training import Placement, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,13 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def request_from(options: argparse.Namespace) -> PolicyRequest:
     """The request that the options describe. Raises `GraftError` where they cannot work."""
-    check_folder("--out", options.out)
-    check_place("--store", options.store)
     config = load_config(options.config)
+    store, out = _store(options.store, config), _out(options.out, config)
+    workers = options.workers
+    if workers is None:  # a submitted job has a cluster to use
+        workers = 0 if job_id() is None else 1
     return PolicyRequest(
         config=config,
-        store=options.store,
-        out=Path(options.out),
+        store=store,
+        out=out,
         training=TdesTraining(
             steps=options.steps,
             seed=options.seed,
@@ -61,7 +67,7 @@ def request_from(options: argparse.Namespace) -> PolicyRequest:
         reliance=options.reliance,
         reading=options.reading,
         max_budget=options.max_budget,
-        placement=Placement(options.workers, options.address, options.max_failures, options.wait_for_nodes),
+        placement=Placement(workers, options.address, options.max_failures, options.wait_for_nodes),
         threads=options.threads or config.threads or 1,
         tracking_uri=tracking_uri(options.tracking_uri),
         registers=not options.no_register,
@@ -70,18 +76,42 @@ def request_from(options: argparse.Namespace) -> PolicyRequest:
     )
 
 
+def _store(given: str | None, config: TargetConfig) -> str:
+    """Root of the trajectory store: the option's, else the configuration's."""
+    if given is None and config.retrain is None:
+        raise ConfigError("--store is missing, and the configuration has no retrain.store to take its place")
+    store = config.retrain.store if given is None and config.retrain is not None else given
+    assert store is not None
+    store = store if "://" in store else str(Path(store).expanduser())
+    check_place("--store" if given else "retrain.store", store)
+    return store
+
+
+def _out(given: str | None, config: TargetConfig) -> Path:
+    """The folder of the run: the option's, else a new one beside the target's retraining runs."""
+    if given is not None:
+        check_folder("--out", given)
+        return Path(given)
+    if config.retrain is None:
+        raise ConfigError("--out is missing, and the configuration has no retrain.runs to take its place")
+    folder = Path(config.retrain.runs).expanduser() / f"{config.slug}-train" / f"{datetime.now(UTC):%Y%m%dT%H%M%S}"
+    check_folder("retrain.runs", str(folder))
+    say(f"the run's folder is {folder}; --out {folder} goes on with it")
+    return folder
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     parser = job_parser("train.py", __doc__, needs_prompts=False)
     add = parser.add_argument
+    add("--store", metavar="URI", help="trajectory store with decoded rounds, and dense ones (default: retrain.store)")
+    add("--out", metavar="DIR", help="folder of the run: checkpoints, plots, report, policy/ (default: a new one)")
     add(
-        "--store",
-        required=True,
-        metavar="URI",
-        help="trajectory store with decoded rounds, and dense ones if there are",
+        "--workers",
+        type=whole_number,
+        metavar="N",
+        help="Ray Train workers; 0: in this process (default: 1 in a submitted job, else 0)",
     )
-    add("--out", required=True, metavar="DIR", help="folder of the run: checkpoints, plots, report, and policy/")
-    add("--workers", type=whole_number, default=0, metavar="N", help="Ray Train workers; 0: in this process (0)")
     add("--wait-for-nodes", type=from_zero, default=0.0, metavar="S", help="let a cluster start nodes for so long (0)")
     add("--threads", type=count, metavar="N", help="CPU threads of each worker (the configuration's, else 1)")
     add("--max-failures", type=whole_number, default=3, metavar="N", help="worker deaths that are mended (3)")

@@ -68,7 +68,7 @@ def _utility(axes: Any, report: Report, curves: GainCurves) -> None:
     """Figure 1c of the paper."""
     for name in [name for name in DIFFICULTIES if curves.num_rounds[name] > 0]:
         tokens = curves.tokens[name]
-        utility = 1000 * tokens / report.costs.best.curve.table(len(tokens) - 1, curves.context_lengths[name])
+        utility = 1000 * tokens / report.costs[0].best.curve.table(len(tokens) - 1, curves.context_lengths[name])
         best = int(np.argmax(utility[1:])) + 1
         (line,) = axes.plot(np.arange(1, len(tokens)), utility[1:], label=f"{name} ({curves.num_rounds[name]} rounds)")
         axes.plot([best], [utility[best]], "o", color=line.get_color())
@@ -89,9 +89,9 @@ def _reliability(axes: Any, report: Report) -> None:
 
 
 def _cost(axes: Any, report: Report) -> None:
-    for fit in report.costs.fits:
+    for fit in report.costs[0].fits:
         top = max(report.max_budget, fit.curve.budgets[-1])
-        style = "-" if fit is report.costs.best else ":"
+        style = "-" if fit is report.costs[0].best else ":"
         axes.plot(fit.curve.table(top), style, label=f"{fit.name} (error {fit.error_ms:.2f} ms)")
     axes.set(xlabel="budget (nodes)", ylabel="ms per round", title="What a round costs", ylim=(0, None))
     axes.legend()

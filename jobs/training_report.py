@@ -36,7 +36,7 @@ class Report:
 
     choice: Choice
     looks: Sequence[Evaluation]
-    costs: CostFits
+    costs: Sequence[CostFits]  # by hardware; decoders are judged by the first one's
     rows: Sequence[TrialRow]  # every arm, every task; test split
     comparisons: Sequence[Comparison]  # of the chosen one, every task
     max_budget: int
@@ -126,13 +126,8 @@ class Report:
                 }
                 for scorer, fit in choice.gains.items()
             },
-            "cost": {
-                "hardware": self.costs.hardware,
-                "best": self.costs.best.name,
-                "num_rounds": self.costs.num_rounds,
-                "num_left_out": self.costs.num_left_out,
-                "fits": [{"name": fit.name, "error_ms": fit.error_ms, **asdict(fit.curve)} for fit in self.costs.fits],
-            },
+            "cost": _cost_json(self.costs[0]),
+            "costs_elsewhere": [_cost_json(fits) for fits in self.costs[1:]],
             "fit": [asdict(look) for look in self.looks],
         }
 
@@ -142,7 +137,7 @@ class Report:
         width = max(len(name) for name in names) + 2
         lines = [
             f"chosen on the tune split: {self.choice.chosen.name}: {describe(self.choice.chosen)}",
-            f"cost of rounds: {self.costs.best.name} ({self.costs.hardware})",
+            f"cost of rounds: {self.costs[0].best.name} ({self.costs[0].hardware})",
             "",
             f"{'task':<12}{'decoder':<{width}}{'rounds':>8}{'MAT':>7}{'mismatch':>10}{'budget':>8}{'tokens/s':>10}"
             f"{'speedup':>9}",
@@ -171,8 +166,18 @@ class Report:
         return "\n".join(lines)
 
 
+def _cost_json(costs: CostFits) -> dict[str, Any]:
+    return {
+        "hardware": costs.hardware,
+        "best": costs.best.name,
+        "num_rounds": costs.num_rounds,
+        "num_left_out": costs.num_left_out,
+        "fits": [{"name": fit.name, "error_ms": fit.error_ms, **asdict(fit.curve)} for fit in costs.fits],
+    }
+
+
 def report_of(
-    trial: Trial, choice: Choice, looks: Sequence[Evaluation], costs: CostFits, max_budget: int, seed: int
+    trial: Trial, choice: Choice, looks: Sequence[Evaluation], costs: Sequence[CostFits], max_budget: int, seed: int
 ) -> Report:
     """Judge a choice by a trial on the test split."""
     names = [candidate.name for candidate in choice.tried]

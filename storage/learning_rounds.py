@@ -306,13 +306,13 @@ class Timed:
 def timed_rounds(
     connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, shape: RoundShape
 ) -> Iterator[Timed]:
-    """Yield a drafter's timed rounds of one shape, and undrafted ones, of one hardware: the most telling first.
+    """Yield a drafter's timed rounds of one shape, and undrafted ones, hardware by hardware: the most telling first.
 
-    It is the hardware on which most rounds were alone in their batch: the tail of a batched run is not what somebody
-    timed on purpose. Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of
-    the latter choose a token at every node, decoding only on the path), and then the busiest. The first drafted round
-    of a sequence is left out: the drafter reads the prompt in it. So is a drafted round of 0 nodes, which paid for a
-    draft it did not use.
+    First comes the hardware on which most rounds were alone in their batch: the tail of a batched run is not what
+    somebody timed on purpose. On each, sequences that were alone come before batches, greedy ones before sampled ones
+    (recorded rounds of the latter choose a token at every node, decoding only on the path), and then the busiest. The
+    first drafted round of a sequence is left out: the drafter reads the prompt in it. So is a drafted round of 0 nodes,
+    which paid for a draft it did not use.
     """
     groups = connection.execute(
         f"""WITH timed AS (
@@ -320,13 +320,14 @@ def timed_rounds(
                FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
                WHERE rounds.target = ? AND kind = 'decoded' AND coalesce(drafter_fingerprint = ?, true)
                    AND (len(candidate_ids) = 0 OR {shape.of_candidates})
-           ), busiest AS (
-               SELECT hardware FROM timed WHERE is_drafted GROUP BY hardware
-               ORDER BY count(*) FILTER (WHERE batch_size = 1) DESC, count(*) DESC, hardware LIMIT 1
+           ), places AS (
+               SELECT hardware, count(*) FILTER (WHERE batch_size = 1) AS num_alone, count(*) AS num_drafted
+               FROM timed WHERE is_drafted GROUP BY hardware
            )
-           SELECT hardware, batch_size, is_sampled FROM timed SEMI JOIN busiest USING (hardware)
-           GROUP BY hardware, batch_size, is_sampled
-           ORDER BY (batch_size > 1), is_sampled, count(*) DESC, batch_size""",
+           SELECT hardware, batch_size, is_sampled FROM timed JOIN places USING (hardware)
+           GROUP BY hardware, num_alone, num_drafted, batch_size, is_sampled
+           ORDER BY
+               num_alone DESC, num_drafted DESC, hardware, (batch_size > 1), is_sampled, count(*) DESC, batch_size""",
         [target, drafter_fingerprint],
     ).fetchall()
     for hardware, batch_size, is_sampled in groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from storage.learning_rounds import RoundShape
 from tests.storage.records import DATASET, PROVENANCE, make_round, make_sequence
 
 
-def store_of(root: Path, num_alone: int, num_shared: int) -> Any:
+def store_of(root: Path, num_alone: int, num_shared: int, hardware: str = "cpu") -> Any:
     """A data set of 25 sequences, each with so many rounds alone and in pairs at each of two budgets."""
     rounds = []
     for number in range(25):
@@ -31,18 +32,29 @@ def store_of(root: Path, num_alone: int, num_shared: int) -> Any:
     sequences = [make_sequence(f"s{number}", 1 + 2 * (num_alone + num_shared)) for number in range(25)]
     store = TrajectoryStore(root)
     turn = store.begin("run", "tiny", DATASET)
-    key = UnitKey(unit_id="u", attempt="a", run_id="run")
-    store.commit(store.write_unit(key, PROVENANCE, sequences, rounds), "run", turn)
+    key = UnitKey(unit_id=f"u-{hardware}", attempt="a", run_id="run")
+    store.commit(store.write_unit(key, replace(PROVENANCE, hardware=hardware), sequences, rounds), "run", turn)
     return SimpleNamespace(snapshot=None, drafter_fingerprint="d-1", shape=RoundShape(2, 3))
 
 
 def test_a_few_rounds_alone_do_not_speak_for_a_batch(tmp_path: Path) -> None:
     data = store_of(tmp_path / "batch", num_alone=1, num_shared=2)
-    assert recorded_costs(data, str(tmp_path / "batch"), "tiny").hardware == "cpu, share of 2 sequences"
+    (costs,) = recorded_costs(data, str(tmp_path / "batch"), "tiny")
+    assert costs.hardware == "cpu, share of 2 sequences"
     # Where there are no others, they are better than nothing.
     data = store_of(tmp_path / "few", num_alone=1, num_shared=0)
-    costs = recorded_costs(data, str(tmp_path / "few"), "tiny")
+    (costs,) = recorded_costs(data, str(tmp_path / "few"), "tiny")
     assert (costs.hardware, costs.num_rounds) == ("cpu", 50)
+
+
+def test_every_hardware_has_costs_of_its_own(tmp_path: Path) -> None:
+    store_of(tmp_path, num_alone=2, num_shared=0, hardware="slow")
+    store_of(tmp_path, num_alone=0, num_shared=2, hardware="busy")
+    data = store_of(tmp_path, num_alone=3, num_shared=0, hardware="fast")
+    costs = recorded_costs(data, str(tmp_path), "tiny")
+    assert [(each.hardware, each.num_rounds) for each in costs] == [
+        ("fast", 150), ("slow", 100), ("busy, share of 2 sequences", 100),
+    ]  # fmt: skip
 
 
 def test_rounds_that_tell_no_cost_are_refused(tmp_path: Path) -> None:

@@ -278,6 +278,27 @@ def test_a_job_waits_for_nodes_only_if_it_is_told_to(tmp_path: Path, capsys: pyt
     assert "-1 is not a number from 0 on" in capsys.readouterr().err
 
 
+def test_the_configuration_says_where_rounds_and_runs_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    request = request_from(parser().parse_args(["--config", "smollm2-135m"]))
+    assert request.store == str(tmp_path / "graft-dist/trajectories")
+    assert request.out.parent == tmp_path / "graft-dist/runs/smollm2-135m-train"  # no run of a retraining
+    assert f"--out {request.out} goes on with it" in capsys.readouterr().out
+    assert request.placement.num_workers == 0
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "x"}}))
+    assert request_from(parser().parse_args(["--config", "smollm2-135m"])).placement.num_workers == 1
+
+
+@pytest.mark.parametrize(("given", "missing"), [((), "--store"), (("--store", "/store"), "--out")])
+def test_a_configuration_without_places_needs_the_options(
+    folder: Path, given: tuple[str, ...], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(folder / "target.yaml"), *given]) == 2
+    assert f"{missing} is missing, and the configuration has no retrain." in capsys.readouterr().err
+
+
 def test_a_submitted_job_needs_absolute_folders(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
