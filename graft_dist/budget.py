@@ -467,7 +467,7 @@ def _degenerations(hidden: npt.NDArray[np.float32]) -> FloatArray:
         norm = max(math.sqrt(_inner(hidden[slot, 0], hidden[slot, 0])), _LEAST_NORM)
         for at in range(1, depth):
             last_norm, norm = norm, max(math.sqrt(_inner(hidden[slot, at], hidden[slot, at])), _LEAST_NORM)
-            cosine = _inner(hidden[slot, at - 1], hidden[slot, at]) / (last_norm * norm)
+            cosine = float(_inner(hidden[slot, at - 1], hidden[slot, at])) / (last_norm * norm)
             total += cosine
             if at == 1:
                 first = cosine
@@ -476,7 +476,7 @@ def _degenerations(hidden: npt.NDArray[np.float32]) -> FloatArray:
 
 
 @njit(cache=True, fastmath={"reassoc", "contract", "nsz"})
-def _inner(left: npt.NDArray[np.float32], right: npt.NDArray[np.float32]) -> float:
+def _inner(left: npt.NDArray[np.float32], right: npt.NDArray[np.float32]) -> np.float32:
     """Return left . right; sums may be reordered, so that they run in vector registers."""
     total = np.float32(0.0)
     for unit in range(len(left)):

@@ -393,7 +393,7 @@ def _project(hidden: Float32Array, weights: Float32Array) -> Float32Array:
 
 
 @njit(cache=True)
-def _load(table: UInt16Array, token: int, row: Float32Array) -> None:
+def _load(table: UInt16Array, token: int | np.int64, row: Float32Array) -> None:
     """Copy a token's row of float16 numbers, given as bits [V, n], to `row` [n].
 
     Sign, exponent and fraction go to their places in a float32; the exponents' biases differ by 112. Exact, but for

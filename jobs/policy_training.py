@@ -106,8 +106,8 @@ def run(request: PolicyRequest) -> int:
     )
     _say_data(data)
     costs = recorded_costs(data, request.store, request.config.slug)
-    for fits in costs:
-        say(f"cost of rounds on {fits.hardware}: {fits.best.name}, {fits.best.error_ms:.2f} ms off on held-out rounds")
+    for one in costs:
+        say(f"cost of rounds on {one.hardware}: {one.best.name}, {one.best.error_ms:.2f} ms off on held-out rounds")
     registry = Registry(request.tracking_uri)
     tracked = TrackedRun.open(registry, request.config.slug, pinned.run_id, request.settings)
     pinned.keep(snapshot, data.drafter_fingerprint, tracked.run_id)
