@@ -1,10 +1,12 @@
 """What a round costs by its budget: a curve given in a file, or fitted to recorded timings.
 
 Owns the rule between the measured points: the plain round (budget 0) stands alone, since drafting is a step; between
-two points the curve is linear, below the smallest drafted budget flat, beyond the largest it goes on with the last
-slope. Medians that fall as the budget rises are noise: a fit pools them until the curve never falls. Three families are
-fitted: monotone, monotone and convex, and the straight line of the GRAFT paper (arXiv 2608.20375). The context length
-enters as a price per committed token, 0 unless it is given.
+two points the curve is linear, below the smallest drafted budget flat. Beyond the largest it goes on with the last
+slope, or with that of all drafted points where it is steeper: noise can make the last two equal, and then any number of
+further nodes would be free. One drafted point alone goes on as it rises from the plain round. Medians that fall as the
+budget rises are noise: a fit pools them until the curve never falls. Three families are fitted: monotone, monotone and
+convex, and the straight line of the GRAFT paper (arXiv 2608.20375). The context length enters as a price per committed
+token, 0 unless it is given.
 """
 
 from __future__ import annotations
@@ -50,8 +52,10 @@ class CostCurve:
         wanted = np.arange(max_budget + 1)
         table = np.interp(wanted, budgets, drafted_ms)
         if len(budgets) > 1:
-            slope = (drafted_ms[-1] - drafted_ms[-2]) / (budgets[-1] - budgets[-2])
-            table += slope * np.maximum(wanted - budgets[-1], 0)
+            slope = max((drafted_ms[-1] - drafted_ms[at]) / (budgets[-1] - budgets[at]) for at in (-2, 0))
+        else:
+            slope = (drafted_ms[0] - self.round_ms[0]) / budgets[0]
+        table += slope * np.maximum(wanted - budgets[-1], 0)
         table[0] = self.round_ms[0]
         return table + self.token_ms * context_length
 

@@ -280,7 +280,7 @@ class TdesScorer:
         if scores.size == 0:
             return scores
         if self.needs_hidden:
-            state = self._gate_state(_known(hidden))
+            state = self._gate_state(_known(hidden), (num_slots, depth, self.config.hidden_size))
         else:
             state = np.zeros((num_slots, depth, 0), np.float32)
         # Writeable and contiguous, for other arrays would be other types to compile for.
@@ -296,8 +296,10 @@ class TdesScorer:
         )
         return scores
 
-    def _gate_state(self, hidden: torch.Tensor) -> Float32Array:
+    def _gate_state(self, hidden: torch.Tensor, shape: tuple[int, int, int]) -> Float32Array:
         """Return s * H(h_d), float32 [S, D, R], of hidden states [S, D, H]."""
+        if tuple(hidden.shape) != shape:
+            raise PolicyError(f"the edge scorer reads hidden states {list(shape)}, and was given {list(hidden.shape)}")
         if hidden.device.type == "cpu":
             # In one thread: waking torch's other threads for so little costs more than it saves, and far more on a
             # busy machine.
@@ -373,9 +375,10 @@ def _vocabulary_tables(
         tables = network.token_tables(rows.to(network.weight.device))
         columns = (tables.parent, tables.child, tables.gate_parent, tables.gate_child)
         parts.append(tuple(column.half().cpu() for column in columns))
-    parent, child, gate_parent, gate_child = (
-        torch.cat(column).numpy().view(np.uint16) for column in zip(*parts, strict=True)
-    )
+    whole = [torch.cat(column) for column in zip(*parts, strict=True)]
+    if not all(bool(table.isfinite().all()) for table in whole):
+        raise PolicyError("the edge scorer's tables hold numbers that are not finite, or too large for float16")
+    parent, child, gate_parent, gate_child = (table.numpy().view(np.uint16) for table in whole)
     return parent, child, gate_parent, gate_child
 
 
@@ -397,8 +400,10 @@ def _load(table: UInt16Array, token: int | np.int64, row: Float32Array) -> None:
     """Copy a token's row of float16 numbers, given as bits [V, n], to `row` [n].
 
     Sign, exponent and fraction go to their places in a float32; the exponents' biases differ by 112. Exact, but for
-    infinities, which no table holds.
+    infinities and NaN, which no table holds.
     """
+    if not 0 <= token < len(table):
+        raise IndexError("a token is not in the edge scorer's vocabulary")
     bits = row.view(np.int32)
     for unit in range(len(row)):
         half = np.int32(table[token, unit])

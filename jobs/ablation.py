@@ -4,7 +4,7 @@ r"""Compare edge scorers, losses, readings and budgets on one store: what does e
 
 Every variant of `jobs/scorer_variant.py` is fitted to the same rounds in this process, and replayed with every kind of
 budget on the same held-out prompts. Run again it goes on with the variants that are missing. DIR gets rows.jsonl, a row
-for each variant, budget and task, and summary.md.
+for each variant, budget and task, summary.jsonl, a row for each variant, and the same as tables in summary.md.
 Exit codes: 0 all variants are done; 2 the arguments or the store cannot work, in one sentence; 130 interrupted.
 """
 
@@ -15,7 +15,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,9 @@ def run(request: AblationRequest) -> int:
         say(f"{variant.name}: {_headline(rows)}; {number} of {len(missing)}, about {left / 60:.0f} min left")
     rows = [json.loads(line) for one in request.variants for line in ablation.file(one).read_text("utf-8").splitlines()]
     write_aside(request.out / "rows.jsonl", _lines(rows))
-    write_aside(request.out / "summary.md", summary(rows, request.variants))
+    summed = sums(rows, request.variants)
+    write_aside(request.out / "summary.jsonl", _lines(summed))
+    write_aside(request.out / "summary.md", summary(summed, request.variants))
     shutil.rmtree(request.out / "lessons", ignore_errors=True)  # gigabytes that nobody reads again
     pinned.release()
     say(f"{len(rows)} rows and the tables are in {request.out}")
@@ -185,42 +187,67 @@ def _headline(rows: Sequence[Row]) -> str:
     return f"best with {chosen['budget']}: MAT {chosen['mat']:.2f}, {chosen['tokens_per_s']:.1f} tokens/s"
 
 
+def sums(rows: Sequence[Row], variants: Sequence[ScorerVariant]) -> list[Row]:
+    """A row for each variant, all tasks together: KL, MAT and mismatches by fixed budget, tokens per second by budget.
+
+    Of the fixed budgets, and of the calibrations, the one that was best on the tune split; None where a kind of budget
+    was not tried, since no calibration was better than the raw chances.
+    """
+    return [_sums_of(variant, [row for row in rows if row["variant"] == variant.name]) for variant in variants]
+
+
+def _sums_of(variant: ScorerVariant, rows: Sequence[Row]) -> Row:
+    own = {row["budget"]: row for row in rows if row["task"] == ALL_TASKS}
+    found: Row = {"decoder": variant.name, "task": ALL_TASKS, "held_out_kl": rows[0]["held_out_kl"]}
+    for budget in REPORTED_BUDGETS:
+        row = own.get(f"fixed {budget}")
+        if row is not None:
+            found |= {f"mat_{budget}": row["mat"], f"mismatch_rate_{budget}": row["mismatch_rate"]}
+    for name, is_kind in BUDGET_KINDS.items():
+        kind = [row for budget, row in own.items() if is_kind(budget)]
+        best = max(kind, key=lambda row: row["tune_tokens_per_s"], default=None)
+        found[name] = None if best is None else best["tokens_per_s"]
+    return found
+
+
+def _is_calibrated(budget: str, form: str) -> bool:
+    return budget.startswith("marginal, ") and ", raw, " not in budget and budget.endswith(form)
+
+
+BUDGET_KINDS: dict[str, Callable[[str], bool]] = {
+    "best_fixed": lambda budget: budget.startswith("fixed "),
+    "saba_ratio": lambda budget: budget == "saba, ratio",
+    "saba_price": lambda budget: budget == "saba, price",
+    "raw_ratio": lambda budget: budget == "marginal, raw, ratio",
+    "raw_price": lambda budget: budget == "marginal, raw, price",
+    "calibrated_ratio": lambda budget: _is_calibrated(budget, "ratio"),
+    "calibrated_price": lambda budget: _is_calibrated(budget, "price"),
+}
+"""Which of the tried budgets belong to a column of the second table."""
+
+
 def summary(rows: Sequence[Row], variants: Sequence[ScorerVariant]) -> str:
-    """The tables as Markdown, all tasks together."""
-    whole = {(row["variant"], row["budget"]): row for row in rows if row["task"] == ALL_TASKS}
-    budgets = [budget for budget in REPORTED_BUDGETS if (variants[0].name, f"fixed {budget}") in whole]
-    parts = ["# Ablation", _scorer_table(whole, variants, budgets), _budget_table(whole, variants)]
+    """The tables as Markdown, of the rows that `sums` gives."""
+    parts = ["# Ablation", _scorer_table(rows), _budget_table(rows)]
     return "\n\n".join([*parts, *(f"* `{variant.name}`: {variant.what}" for variant in variants)]) + "\n"
 
 
-def _scorer_table(whole: dict[tuple[str, str], Row], variants: Sequence[ScorerVariant], budgets: list[int]) -> str:
+def _scorer_table(rows: Sequence[Row]) -> str:
+    budgets = [budget for budget in REPORTED_BUDGETS if f"mat_{budget}" in rows[0]]
     header = ["scorer", "held-out KL", *(f"MAT / mismatched, {budget} nodes" for budget in budgets)]
     lines = []
-    for variant in variants:
-        own = [whole[variant.name, f"fixed {budget}"] for budget in budgets]
-        kl = next(row["held_out_kl"] for key, row in whole.items() if key[0] == variant.name)
-        cells = [f"{row['mat']:.3f} / {100 * row['mismatch_rate']:.1f} %" for row in own]
-        lines.append([variant.name, "" if kl is None else f"{kl:.4f}", *cells])
+    for row in rows:
+        kl = "" if row["held_out_kl"] is None else f"{row['held_out_kl']:.4f}"
+        cells = [f"{row[f'mat_{budget}']:.3f} / {100 * row[f'mismatch_rate_{budget}']:.1f} %" for budget in budgets]
+        lines.append([row["decoder"], kl, *cells])
     return _table(header, lines)
 
 
-def _budget_table(whole: dict[tuple[str, str], Row], variants: Sequence[ScorerVariant]) -> str:
-    """Tokens per second; of the fixed budgets, and of the calibrations, the one that was best on the tune split."""
-    kinds = {
-        "best fixed": "fixed ", "saba, ratio": "saba, ratio", "saba, price": "saba, price",
-        "raw, ratio": "marginal, raw, ratio", "raw, price": "marginal, raw, price",
-    }  # fmt: skip
-    header = ["scorer", *(f"{kind}: tokens/s" for kind in [*kinds, "calibrated, ratio", "calibrated, price"])]
-    lines = []
-    for variant in variants:
-        own = {budget: row for (name, budget), row in whole.items() if name == variant.name}
-        groups = [[row for budget, row in own.items() if budget.startswith(start)] for start in kinds.values()]
-        for form in ("ratio", "price"):
-            calibrated = [budget for budget in own if budget.startswith("marginal, ") and budget.endswith(form)]
-            groups.append([own[budget] for budget in calibrated if ", raw, " not in budget])
-        best = [max(group, key=lambda row: row["tune_tokens_per_s"], default=None) for group in groups]
-        lines.append([variant.name, *("as raw" if row is None else f"{row['tokens_per_s']:.2f}" for row in best)])
-    return _table(header, lines)
+def _budget_table(rows: Sequence[Row]) -> str:
+    header = ["scorer", *(f"{kind.replace('_', ' ')}: tokens/s" for kind in BUDGET_KINDS)]
+    rates = [[row[kind] for kind in BUDGET_KINDS] for row in rows]
+    cells = [["as raw" if rate is None else f"{rate:.2f}" for rate in own] for own in rates]
+    return _table(header, [[row["decoder"], *own] for row, own in zip(rows, cells, strict=True)])
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -13,7 +13,6 @@ import ray
 
 from graft_dist.budget import FixedBudget
 from graft_dist.config import TargetConfig
-from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.errors import GraftError, PolicyError
 from graft_dist.generate import Request
@@ -23,6 +22,7 @@ from graft_dist.target import read_embeddings
 from graft_dist.trial import Arm, Interval, Trial, run_trial
 from jobs.cluster import connected, reserved
 from jobs.gate import Evidence, Side, compare
+from jobs.laboratory import recorded_costs
 from jobs.learning_data import LearningData, decoded_rounds, open_snapshot, read_learning_data
 from jobs.live_trial import Audit, LivePlan, LiveTrial, Turns, run_live
 from storage import connect
@@ -79,7 +79,7 @@ class Evaluator:
     def _replay(
         self, data: LearningData, theirs: GraftPolicy | None, their_name: str, ours: GraftPolicy, our_name: str
     ) -> Evidence:
-        cost = _cost(ours)
+        cost = recorded_costs(data, self.store, self.config.slug)[0].best.curve  # both sides are judged by it
         embeddings = read_embeddings(self.config.target, revision=self.config.revision)
         scorers = {"challenger": ours.replay_scorer(embeddings, data.shape.num_hidden), "marginal": MarginalScorer()}
         arms = [Arm("challenger", "challenger", lambda: ours.budget_policy(cost))]
@@ -159,13 +159,6 @@ def _fitting(champion: GraftPolicy, challenger: GraftPolicy) -> GraftPolicy | No
     except PolicyError:
         return None
     return champion
-
-
-def _cost(policy: GraftPolicy) -> CostCurve:
-    """The curve that both sides are judged by: what was recorded when the challenger's rounds were."""
-    if not policy.cost_curves:
-        raise PolicyError("the challenger has no cost curve to judge by")
-    return next(iter(policy.cost_curves.values()))
 
 
 def _fixed(budget: int) -> Any:

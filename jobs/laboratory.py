@@ -6,7 +6,7 @@ with what the other half taught, so that no decoder is compared on rounds that i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ from jobs.budget_candidate import CADDTREE, PLAIN, Candidate, baselines, fixed_c
 from jobs.learning_data import LearningData, decoded_rounds
 from jobs.training_report import Choice
 from storage import connect
-from storage.learning_rounds import timed_rounds
+from storage.learning_rounds import Timed, timed_hardware, timed_rounds
 
 _ROUNDS_OF_A_BUDGET = (30, 5)
 """At least so many a budget must have to tell its cost; if no rounds have, then so many.
@@ -106,21 +106,34 @@ class Laboratory:
 def recorded_costs(data: LearningData, store: str, slug: str) -> list[CostFits]:
     """What rounds cost, by hardware; first the one on which most rounds were alone, by which decoders are judged here.
 
-    Where only batches were timed, the curve is of a sequence's share: it judges policies here, and is kept under a name
-    that no hardware has, so that who decodes with the policy measures rounds instead of believing it.
+    Where only batches were timed there, the curve is of a sequence's share: it judges policies here, and is kept under
+    a name that no hardware has, so that who decodes with the policy measures rounds instead of believing it. Other
+    hardware is kept only with enough rounds that were alone.
     """
+    found: list[CostFits] = []
     with closing(connect(store, snapshot=data.snapshot)) as connection:
-        for min_rounds in _ROUNDS_OF_A_BUDGET:
-            found: dict[str, CostFits] = {}  # by hardware: its most telling rounds
-            for timed in timed_rounds(connection, slug, data.drafter_fingerprint, data.shape):
-                fits = None if timed.hardware in found else fit_costs(timed.rounds, timed.label, min_rounds)
-                if fits is not None:
-                    found[timed.hardware] = fits
-            if found:
-                return list(found.values())
-    raise StoreError(
-        "the decoded rounds have too few budgets to tell what others would cost: collect with --explore 0,4,8,16,32,64"
-    )
+        for hardware in timed_hardware(connection, slug, data.drafter_fingerprint, data.shape):
+            groups = [timed_rounds(connection, slug, data.drafter_fingerprint, data.shape, hardware) for _ in range(2)]
+            fits = _costs_on(groups, is_first=not found)
+            found += [] if fits is None else [fits]
+    if not found:
+        raise StoreError(
+            "the decoded rounds have too few budgets to tell what others would cost: collect with "
+            "--explore 0,4,8,16,32,64"
+        )
+    return found
+
+
+def _costs_on(passes: Sequence[Iterable[Timed]], is_first: bool) -> CostFits | None:
+    """What rounds of one hardware tell, each pass over them with its own least number of rounds."""
+    for groups, min_rounds in zip(passes, _ROUNDS_OF_A_BUDGET, strict=True):
+        for timed in groups:
+            if not is_first and (timed.batch_size > 1 or min_rounds < _ROUNDS_OF_A_BUDGET[0]):
+                return None
+            fits = fit_costs(timed.rounds, timed.label, min_rounds)
+            if fits is not None:
+                return fits
+    return None
 
 
 def choose(lab: Laboratory) -> Choice:

@@ -96,7 +96,7 @@ def _policies(request: ReplayRequest, cost: CostCurve | None) -> dict[str, Budge
     return policies
 
 
-class _RecordedScorer:
+class RecordedScorer:
     """A learned policy's edge scorer over recorded rounds, whose hidden states may be projected to several sizes."""
 
     def __init__(self, policy: GraftPolicy, embeddings: torch.Tensor) -> None:
@@ -127,7 +127,7 @@ def _scorer(request: ReplayRequest, drafters: Sequence[str]) -> EdgeScorer:
         raise PolicyError("the policy's edge scorer reads the target's token embeddings: give --config")
     target = load_target(request.config)
     policy.check(target.fingerprint, policy.drafter_fingerprint)
-    return _RecordedScorer(policy, target.embedding_weight)
+    return RecordedScorer(policy, target.embedding_weight)
 
 
 def _prompt_ids(request: ReplayRequest) -> list[str] | None:
@@ -152,15 +152,17 @@ def _warn_of_several_drafters(drafters: Sequence[str]) -> None:
 def _cost_curve(
     request: ReplayRequest, connection: duckdb.DuckDBPyConnection, selection: Selection
 ) -> CostCurve | None:
-    """The file's, else what the rounds themselves took, else the policy's own where it knows one hardware only."""
+    """The file's, else what the rounds took, else the policy's own, of the rounds' hardware or of the only one."""
     if request.cost is not None:
         return read_cost_curve(request.cost)
     found = recorded_timings(connection, selection)
     curve = None
     if found is not None:
         curve = fit_cost_curve(found.timings, f"{found.hardware}, {found.batch_size} sequences at once")
-    if curve is None and request.learned is not None and len(request.learned.cost_curves) == 1:
-        curve = next(iter(request.learned.cost_curves.values()))
+    if curve is None and request.learned is not None:
+        curves = request.learned.cost_curves
+        alone = next(iter(curves.values())) if len(curves) == 1 else None
+        curve = alone if found is None else curves.get(found.hardware, alone)
     return curve
 
 

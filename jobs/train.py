@@ -3,16 +3,18 @@ r"""Learn a policy from collected rounds: an edge scorer and budgets, tracked an
     ray job submit --working-dir . -- python jobs/train.py --config FILE
     python jobs/train.py --config FILE --store DIR --out DIR          (with --workers it starts Ray by itself)
 
-Without --store, rounds are read where the configuration's retrain.store says; without --out, a new folder is made in
-retrain.runs and named. Only prompts that no drafter is trained on are used, split by a hash of their text into rounds
-to fit on, to choose by and to judge by. Run again with the same --out it goes on where it ended. The result is its
-folder policy, and a new version of graft-TARGET in MLflow's registry with the alias challenger.
+Without --store, rounds are read where the configuration's retrain.store says, with its tracking_uri and every_prompt;
+without --out, a new folder is made in retrain.runs and named. Only prompts that no drafter is trained on are used,
+split by a hash of their text into rounds to fit on, to choose by and to judge by. Run again with the same --out it goes
+on where it ended. The result is its folder policy, and a new version of graft-TARGET in MLflow's registry with the
+alias challenger.
 Exit codes: 0 learned; 2 the arguments or the store cannot work, in one sentence; 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -34,13 +36,15 @@ from jobs.scorer_training import Placement, say
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and return the exit code."""
     options = parser().parse_args(argv)
-    return run_job("train", "goes on from the last checkpoint", lambda: run(request_from(options)))
+    again = "goes on from the last checkpoint" if options.out else "with that folder as --out goes on"
+    return run_job("train", again, lambda: run(request_from(options)))
 
 
 def request_from(options: argparse.Namespace) -> PolicyRequest:
     """The request that the options describe. Raises `GraftError` where they cannot work."""
     config = load_config(options.config)
     store, out = _store(options.store, config), _out(options.out, config)
+    retrain = config.retrain if options.store is None else None  # its rounds, so its registry and its prompts too
     workers = options.workers
     if workers is None:  # a submitted job has a cluster to use
         workers = 0 if job_id() is None else 1
@@ -69,9 +73,9 @@ def request_from(options: argparse.Namespace) -> PolicyRequest:
         max_budget=options.max_budget,
         placement=Placement(workers, options.address, options.max_failures, options.wait_for_nodes),
         threads=options.threads or config.threads or 1,
-        tracking_uri=tracking_uri(options.tracking_uri),
+        tracking_uri=tracking_uri(options.tracking_uri or (None if retrain is None else retrain.tracking_uri)),
         registers=not options.no_register,
-        every_prompt=options.all_prompts,
+        every_prompt=options.all_prompts or (retrain is not None and retrain.every_prompt),
         min_rounds=options.min_rounds,
     )
 
@@ -94,7 +98,8 @@ def _out(given: str | None, config: TargetConfig) -> Path:
         return Path(given)
     if config.retrain is None:
         raise ConfigError("--out is missing, and the configuration has no retrain.runs to take its place")
-    folder = Path(config.retrain.runs).expanduser() / f"{config.slug}-train" / f"{datetime.now(UTC):%Y%m%dT%H%M%S}"
+    name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(2)}"
+    folder = Path(config.retrain.runs).expanduser().absolute() / "_train" / config.slug / name  # no target's own runs
     check_folder("retrain.runs", str(folder))
     say(f"the run's folder is {folder}; --out {folder} goes on with it")
     return folder

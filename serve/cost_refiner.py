@@ -2,7 +2,9 @@
 
 A curve measured at start, or on another day, is off as soon as something else shares the machine or contexts grow. The
 refiner watches rounds, and every so many moves the curve's points: those that were met to the times seen there, the
-others by the same factor on average. Runs on the decode thread, between rounds.
+others by the same factor on average. A batch verifies more rows than the curve may have been measured for: it gets
+points of its own, so that its times do not move the last point of one sequence's. Runs on the decode thread, between
+rounds.
 """
 
 from __future__ import annotations
@@ -50,8 +52,14 @@ class CostRefiner:
         # The curve is one sequence's by its nodes, so by one row less than was verified, padding included (see
         # `batch_costs`).
         nodes = trace.batch_size * (1 + max(own.budget for own in traces)) - 1
-        if trace.batch_rows == trace.batch_size and (nodes > 0 or trace.draft_ns * 50 > trace.verify_ns):
-            return  # several sequences without a draft, or a draft of which nothing was verified: no point of the curve
+        if trace.batch_rows == trace.batch_size:  # nothing but roots was verified
+            if trace.draft_ns * 50 > trace.verify_ns:
+                return  # a draft that was paid for and not used: no point of the curve
+            if nodes > 0:  # several sequences without a draft, which is all that they lack of a point
+                drafted, plain = budget.cost.table(1)[::-1]
+                round_ms += float(drafted - plain)
+        if nodes > budget.cost.budgets[-1]:
+            self._cost = budget.cost = _with_points(budget.cost, nodes)
         self._times[self._point(budget.cost, nodes)].append(round_ms / self._expected(budget.cost, nodes))
         self._num_rounds += 1
         if self._num_rounds % _EVERY == 0:
@@ -85,3 +93,11 @@ class CostRefiner:
             round_ms=(min(float(moved[0]), float(drafted[0])), *drafted.tolist()),
             source=f"{cost.source.removesuffix(', refined while running')}, refined while running",
         )
+
+
+def _with_points(cost: CostCurve, nodes: int) -> CostCurve:
+    """The same curve with further points, each at twice the budget of the one before, as far as `nodes`."""
+    budgets = list(cost.budgets)
+    while budgets[-1] < nodes:
+        budgets.append(2 * budgets[-1])
+    return replace(cost, budgets=tuple(budgets), round_ms=tuple(cost.table(budgets[-1])[budgets].tolist()))

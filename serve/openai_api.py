@@ -118,6 +118,7 @@ class _Completion(_Strict):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    safety_identifier: str | None = None  # OpenAI's newer name for `user`; neither is kept
     graft: GraftOptions = GraftOptions()
 
     @field_validator("stop", mode="before")

@@ -303,34 +303,42 @@ class Timed:
         return self.hardware if self.batch_size == 1 else f"{self.hardware}, share of {self.batch_size} sequences"
 
 
-def timed_rounds(
+def timed_hardware(
     connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, shape: RoundShape
-) -> Iterator[Timed]:
-    """Yield a drafter's timed rounds of one shape, and undrafted ones, hardware by hardware: the most telling first.
+) -> list[str]:
+    """The hardware on which a drafter's rounds of one shape were timed.
 
-    First comes the hardware on which most rounds were alone in their batch: the tail of a batched run is not what
-    somebody timed on purpose. On each, sequences that were alone come before batches, greedy ones before sampled ones
-    (recorded rounds of the latter choose a token at every node, decoding only on the path), and then the busiest. The
-    first drafted round of a sequence is left out: the drafter reads the prompt in it. So is a drafted round of 0 nodes,
-    which paid for a draft it did not use.
+    First that on which most were alone in their batch: the tail of a batched run is not what somebody timed on purpose.
     """
-    groups = connection.execute(
-        f"""WITH timed AS (
-               SELECT hardware, batch_size, temperature > 0 AS is_sampled, len(candidate_ids) > 0 AS is_drafted
-               FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
-               WHERE rounds.target = ? AND kind = 'decoded' AND coalesce(drafter_fingerprint = ?, true)
-                   AND (len(candidate_ids) = 0 OR {shape.of_candidates})
-           ), places AS (
-               SELECT hardware, count(*) FILTER (WHERE batch_size = 1) AS num_alone, count(*) AS num_drafted
-               FROM timed WHERE is_drafted GROUP BY hardware
-           )
-           SELECT hardware, batch_size, is_sampled FROM timed JOIN places USING (hardware)
-           GROUP BY hardware, num_alone, num_drafted, batch_size, is_sampled
-           ORDER BY
-               num_alone DESC, num_drafted DESC, hardware, (batch_size > 1), is_sampled, count(*) DESC, batch_size""",
+    found = connection.execute(
+        f"""SELECT hardware FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
+           WHERE rounds.target = ? AND kind = 'decoded' AND drafter_fingerprint = ? AND {shape.of_candidates}
+           GROUP BY hardware
+           ORDER BY count(*) FILTER (WHERE batch_size = 1) DESC, count(*) DESC, hardware""",
         [target, drafter_fingerprint],
     ).fetchall()
-    for hardware, batch_size, is_sampled in groups:
+    return [hardware for (hardware,) in found]
+
+
+def timed_rounds(
+    connection: duckdb.DuckDBPyConnection, target: str, drafter_fingerprint: str, shape: RoundShape, hardware: str
+) -> Iterator[Timed]:
+    """Yield a drafter's timed rounds of one shape, and undrafted ones, on one hardware: the most telling first.
+
+    Sequences that were alone come before batches, greedy ones before sampled ones (recorded rounds of the latter choose
+    a token at every node, decoding only on the path), and then the busiest. The first drafted round of a sequence is
+    left out: the drafter reads the prompt in it. So is a drafted round of 0 nodes, which paid for a draft it did not
+    use.
+    """
+    groups = connection.execute(
+        f"""SELECT batch_size, temperature > 0 AS is_sampled
+           FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
+           WHERE rounds.target = ? AND kind = 'decoded' AND hardware = ? AND coalesce(drafter_fingerprint = ?, true)
+               AND (len(candidate_ids) = 0 OR {shape.of_candidates})
+           GROUP BY batch_size, is_sampled ORDER BY (batch_size > 1), is_sampled, count(*) DESC, batch_size""",
+        [target, hardware, drafter_fingerprint],
+    ).fetchall()
+    for batch_size, is_sampled in groups:
         table = connection.sql(
             f"""WITH first AS (
                    SELECT unit_id, attempt, sequence_id, min(round_index) AS first_drafted FROM rounds

@@ -19,7 +19,9 @@ from graft_dist.errors import PolicyError
 def test_between_and_beyond_the_points() -> None:
     curve = CostCurve((0, 2, 4, 6), (10.0, 20.0, 22.0, 30.0), "hand")
     assert curve.table(8).tolist() == [10, 20, 20, 21, 22, 26, 30, 34, 38]
-    assert CostCurve((0, 2), (10.0, 20.0), "hand").table(3).tolist() == [10, 20, 20, 20]
+    # Two last points that noise made equal do not give away what lies beyond.
+    assert CostCurve((0, 2, 4, 6), (10.0, 20.0, 30.0, 30.0), "hand").table(8).tolist()[4:] == [30, 30, 30, 32.5, 35]
+    assert CostCurve((0, 2), (10.0, 20.0), "hand").table(3).tolist() == [10, 20, 20, 25]
     assert curve.table(0).tolist() == [10]
 
 

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from graft_dist.budget import ExploringBudget, FixedBudget
+from graft_dist.budget import (
+    AcceptanceGain,
+    ExploringBudget,
+    FixedBudget,
+    Form,
+    StateCalibration,
+    UtilityBudget,
+)
 from graft_dist.cost_curve import CostCurve
 from graft_dist.draft_tree import DraftTree, build_tree, build_trees
 from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, TdesConfig, TdesNetwork, TdesScorer
@@ -29,6 +36,7 @@ from graft_dist.rounds import RoundRecord
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
 from tests.conftest import TINY_VOCAB_SIZE, FakeDrafter
+from tests.graft_dist.policies import random_network
 from tests.graft_dist.test_lossless import decode, prompts
 
 # Under the marginals the tree is 1: 5, 2: 5 7, 3: 6, 4: 6 7, 5: 5 8, 6: 6 8.
@@ -309,11 +317,12 @@ def as_rounds(
         conf=np.array([record.conf for record in records], np.float32),
         degen=np.array([record.degen for record in records], np.float32),
         hist=np.array([record.hist for record in records], np.float32),
+        hidden=None if records[0].hidden is None else np.array([record.hidden for record in records], np.float32),
     )
 
 
 @pytest.fixture(scope="module")
-def live(tiny_target: Callable[[str], Target]) -> Callable[[DecodingPolicy], list[tuple]]:
+def live(tiny_target: Callable[[str], Target]) -> Callable[..., list[tuple]]:
     """Return a function that decodes the same requests with a policy: (records, rounds) of each sequence."""
     target = tiny_target("llama")
     asked = [(prompt, params) for params in (GREEDY, SAMPLED, CUT_SHORT) for prompt in prompts(target.vocab_size)]
@@ -323,8 +332,8 @@ def live(tiny_target: Callable[[str], Target]) -> Callable[[DecodingPolicy], lis
     asked += [(prompt, stopping) for prompt, _ in asked[:4]]
     drafter = FakeDrafter(target, [[*prompt, *output] for (prompt, _), output in zip(asked, first, strict=False)])
 
-    def run(policy: DecodingPolicy) -> list[tuple]:
-        tokens, reasons, records = decode(target, drafter, policy, asked, max_slots=3, record=True)
+    def run(policy: DecodingPolicy, max_slots: int = 3, **options: Any) -> list[tuple]:
+        tokens, reasons, records = decode(target, drafter, policy, asked, max_slots=max_slots, record=True, **options)
         drafted = [[record for record in own if len(record.candidate_ids)] for own in records]
         return [
             (own, as_rounds(own, prompt, output, reason, params))
@@ -347,7 +356,7 @@ BUDGETS = [FixedBudget(1), FixedBudget(6), FixedBudget(30), ExploringBudget((0, 
 
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=["marginal", "pair", "tdes"])
-def test_replay_finds_what_decoding_accepted(scorer: EdgeScorer, live: Callable[[DecodingPolicy], list[tuple]]) -> None:
+def test_replay_finds_what_decoding_accepted(scorer: EdgeScorer, live: Callable[..., list[tuple]]) -> None:
     runs = [live(DecodingPolicy("live", scorer, budget, num_candidates=6)) for budget in BUDGETS]
     stops = set()
     for budget, run in zip(BUDGETS, runs, strict=True):
@@ -366,7 +375,7 @@ def test_replay_finds_what_decoding_accepted(scorer: EdgeScorer, live: Callable[
 
 @pytest.mark.parametrize("scorer", SCORERS, ids=["marginal", "pair", "tdes"])
 def test_replay_of_one_run_is_another_run_at_the_same_positions(
-    scorer: EdgeScorer, live: Callable[[DecodingPolicy], list[tuple]]
+    scorer: EdgeScorer, live: Callable[..., list[tuple]]
 ) -> None:
     recorded = live(DecodingPolicy("recorded", MarginalScorer(), FixedBudget(3), num_candidates=6))
     num_compared = 0
@@ -382,3 +391,31 @@ def test_replay_of_one_run_is_another_run_at_the_same_positions(
                     assert (accepted, num_tokens) == (len(same.accepted), same.num_tokens)
                     num_compared += 1
     assert num_compared > 50
+
+
+STATE = StateCalibration((0.4, -0.2, 0.1), (-6.0, -2.0, 0.0, 1.0), (0.01, 0.2, 0.6, 0.9))
+
+
+@pytest.mark.parametrize("form", ["ratio", "price"])
+@pytest.mark.parametrize("gain", [AcceptanceGain(), AcceptanceGain(STATE)], ids=["raw", "state"])
+def test_replay_finds_the_budgets_that_a_gated_scorer_and_costs_led_to(
+    form: Form, gain: AcceptanceGain, live: Callable[..., list[tuple]], tiny_target: Callable[[str], Target]
+) -> None:
+    """One sequence after the other: what stands together in a batch shares its budget, and replay has no batches."""
+    hidden_size = tiny_target("llama").hidden_size
+    network = random_network(8, 5, gate_hidden=hidden_size, reliance=True)
+    embeddings = torch.randn(TINY_VOCAB_SIZE, 8, generator=torch.Generator().manual_seed(1))
+    scorer = TdesScorer(network, embeddings)
+    curve = CostCurve((0, 1, 8, 40), (10.0, 12.0, 13.0, 24.0), "by hand", token_ms=0.01)
+    asked, again = (UtilityBudget(gain, curve, 40, form, may_rest=False) for _ in range(2))
+    run = live(DecodingPolicy("live", scorer, asked, num_candidates=6), max_slots=1, projection=torch.eye(hidden_size))
+    seen = set()
+    for records, rounds in run:
+        walk = walk_rounds(rounds, scorer, 40)
+        budgets = choose_budgets(rounds, walk, [again], 40)[0]
+        found = outcomes(rounds, walk, budgets)
+        assert budgets.tolist() == [record.budget for record in records]
+        assert found.accepted.tolist() == [len(record.accepted) for record in records]
+        assert found.num_tokens.tolist() == [record.num_tokens for record in records]
+        seen |= set(budgets.tolist())
+    assert len(seen) > 3, "budgets that never differ prove nothing"

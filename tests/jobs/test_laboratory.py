@@ -52,9 +52,15 @@ def test_every_hardware_has_costs_of_its_own(tmp_path: Path) -> None:
     store_of(tmp_path, num_alone=0, num_shared=2, hardware="busy")
     data = store_of(tmp_path, num_alone=3, num_shared=0, hardware="fast")
     costs = recorded_costs(data, str(tmp_path), "tiny")
-    assert [(each.hardware, each.num_rounds) for each in costs] == [
-        ("fast", 150), ("slow", 100), ("busy, share of 2 sequences", 100),
-    ]  # fmt: skip
+    # Shares of batches are nobody's costs but the first's.
+    assert [(each.hardware, each.num_rounds) for each in costs] == [("fast", 150), ("slow", 100)]
+
+
+def test_the_hardware_with_most_rounds_alone_goes_first_even_with_few(tmp_path: Path) -> None:
+    store_of(tmp_path, num_alone=0, num_shared=2, hardware="busy")
+    data = store_of(tmp_path, num_alone=1, num_shared=0, hardware="few")
+    (costs,) = recorded_costs(data, str(tmp_path), "tiny")
+    assert (costs.hardware, costs.num_rounds) == ("few", 50)
 
 
 def test_rounds_that_tell_no_cost_are_refused(tmp_path: Path) -> None:

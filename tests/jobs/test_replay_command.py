@@ -53,6 +53,15 @@ def test_the_gain_curve_rates_and_regret(store: Path, capsys: pytest.CaptureFixt
     assert found["skipped"] == {"num_undrafted": 1, "num_cut_off": 1}
 
 
+def test_caddtree_has_a_cap_of_its_own(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few, more = (
+        [row for row in report(store, capsys, "--budgets", budgets)["rows"] if row["policy"] == "caddtree"]
+        for budgets in ("1", "1,2,4")
+    )
+    assert [row["mean_budget"] for row in few] == [row["mean_budget"] for row in more]
+    assert few[0]["mean_budget"] > 1
+
+
 def test_a_learned_policys_trees_and_budgets(
     store: Path,
     tiny_folder: Callable[[str], Path],
@@ -89,7 +98,8 @@ def test_a_cost_file_and_a_task(store: Path, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "cost.json").write_text('{"0": 10, "4": 20}')
     found = report(store, capsys, "--cost", str(tmp_path / "cost.json"), "--task", "chat", "--target", "tiny")
     assert {row["task"] for row in found["rows"]} == {"all", "chat"}
-    assert found["rows"][-1]["tokens_per_s"] == pytest.approx(100)
+    rows = {(row["kind"], row["task"], row["policy"]): row for row in found["rows"]}
+    assert rows["decoded", "chat", "fixed-4"]["tokens_per_s"] == pytest.approx(100)
     assert found["cost"]["source"] == f"the file {tmp_path}/cost.json"
 
 

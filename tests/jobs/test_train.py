@@ -194,6 +194,10 @@ def test_an_ablation_judges_every_variant_on_the_same_rounds(
     assert {row["kind"] for row in rows} == {"fixed", "saba", "marginal"}
     table = (out / "summary.md").read_text()
     assert f"| {fixed['gated']['mat']:.3f} / {100 * fixed['gated']['mismatch_rate']:.1f} % |" in table
+    summed = {row["decoder"]: row for row in map(json.loads, (out / "summary.jsonl").read_text().splitlines())}
+    assert (summed["pair"]["mat_8"], summed["pair"]["task"]) == (fixed["pair"]["mat"], "all")
+    saba = next(row for row in rows if (row["variant"], row["budget"], row["task"]) == ("pair", "saba, price", "all"))
+    assert summed["pair"]["saba_price"] == saba["tokens_per_s"]
     (out / "depth" / "rows.jsonl").unlink()
     capsys.readouterr()
     assert ablation.main(arguments) == 0
@@ -284,7 +288,7 @@ def test_the_configuration_says_where_rounds_and_runs_are(
     monkeypatch.setenv("HOME", str(tmp_path))
     request = request_from(parser().parse_args(["--config", "smollm2-135m"]))
     assert request.store == str(tmp_path / "graft-dist/trajectories")
-    assert request.out.parent == tmp_path / "graft-dist/runs/smollm2-135m-train"  # no run of a retraining
+    assert request.out.parent == tmp_path / "graft-dist/runs/_train/smollm2-135m"  # no run of a retraining
     assert f"--out {request.out} goes on with it" in capsys.readouterr().out
     assert request.placement.num_workers == 0
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "x"}}))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graft_dist.budget import AcceptanceGain, UtilityBudget
+from graft_dist.budget import AcceptanceGain, UtilityBudget, batch_costs
 from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.errors import RegistryError
@@ -355,6 +355,22 @@ def test_costs_follow_what_rounds_take() -> None:
     assert policy.budget.cost.round_ms[1] == pytest.approx(18.0)
     assert list(policy.budget.cost.round_ms) == sorted(policy.budget.cost.round_ms)
     assert policy.budget.cost.source == "hand, refined while running"
+
+
+def test_batches_are_points_of_their_own() -> None:
+    policy = DecodingPolicy("x", MarginalScorer(), UtilityBudget(AcceptanceGain(), CURVE, 6), 4)
+    assert isinstance(policy.budget, UtilityBudget)
+    refiner = CostRefiner(lambda: policy)
+    alone = CURVE.table(6)
+    plain_ms, drafted_ms = batch_costs(CURVE, 8, 6)
+    for report in [*rounds(64, 2 * drafted_ms[3], *[3] * 8), *rounds(192, 1.5 * plain_ms, *[0] * 8)]:
+        refiner.stepped(report)
+    assert refiner.num_refined == 1
+    refined = policy.budget.cost
+    assert refined.budgets == (0, 4, 6, 12, 24, 48)  # 8 sequences of 4 rows are 31 nodes
+    now_plain, now_drafted = batch_costs(refined, 8, 6)
+    assert now_drafted[3] / drafted_ms[3] > 1.6 and 1.2 < now_plain / plain_ms < 1.7
+    assert refined.table(6)[1] < 1.7 * alone[1]  # one sequence's costs moved by what all did, not by twice
 
 
 def test_policies_that_weigh_no_costs_are_left_alone() -> None:

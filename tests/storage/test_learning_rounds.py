@@ -23,6 +23,7 @@ from storage.learning_rounds import (
     round_records,
     shapes_of,
     source_of,
+    timed_hardware,
     timed_rounds,
 )
 from tests.storage.records import (
@@ -146,8 +147,10 @@ def streamed(root: Path, only: tuple[str, ...] = ()) -> list[tuple[str, str, lis
 
 def test_timings_of_the_busiest_hardware(root: Path) -> None:
     with connect(root, threads=1) as connection:
-        (timed,) = timed_rounds(connection, "tiny", "d-1", SHAPE)
-        assert list(timed_rounds(connection, "large", "d-1", SHAPE)) == []
+        (timed,) = timed_rounds(connection, "tiny", "d-1", SHAPE, "cpu")
+        assert timed_hardware(connection, "tiny", "d-1", SHAPE) == ["cpu"]
+        assert timed_hardware(connection, "large", "d-1", SHAPE) == []
+        assert list(timed_rounds(connection, "tiny", "d-1", SHAPE, "gpu")) == []
     assert (timed.hardware, timed.batch_size, timed.label) == ("cpu", 1, "cpu")
     assert rows_of(timed) == [(0, 5.0, 4.9, 12), (4, 10.0, 8.9, 13)]
 
@@ -178,7 +181,7 @@ def test_rounds_that_costs_are_fitted_on(tmp_path: Path) -> None:
     key = UnitKey(unit_id="u", attempt="a", run_id="run")
     store.commit(store.write_unit(key, PROVENANCE, sequences, rounds), "run", turn)
     with connect(tmp_path, threads=1) as connection:
-        alone, warm, pair = timed_rounds(connection, "tiny", "d-1", replace(SHAPE, num_hidden=4))
+        alone, warm, pair = timed_rounds(connection, "tiny", "d-1", replace(SHAPE, num_hidden=4), "cpu")
     assert rows_of(alone) == [(0, 3.0, 2.9, 10), (0, 5.0, 4.9, 10), (2, 6.0, 4.9, 14), (4, 6.0, 4.9, 40)]
     assert len(set(alone.rounds.sequence_keys.tolist())) == 2
     assert rows_of(warm) == [(2, 6.0, 4.9, 12)]
@@ -223,7 +226,7 @@ def test_another_drafters_rounds_are_not_mixed_in(tmp_path: Path) -> None:
     with connect(tmp_path, threads=1) as connection:
         assert shapes_of(connection, "tiny", "d-2") == [(2, 3, 3)] and shapes_of(connection, "tiny", "d-3") == []
         assert num_of_other_drafters(connection, "tiny", "d-2") == 1
-        (timed,) = timed_rounds(connection, "tiny", "d-2", SHAPE)
+        (timed,) = timed_rounds(connection, "tiny", "d-2", SHAPE, "cpu")
     assert sorted(set(timed.rounds.undrafted_ms.round(1).tolist())) == [2.9, 3.9]
 
 
