@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +13,7 @@ import ray
 
 from graft_dist.budget import FixedBudget
 from graft_dist.config import TargetConfig
+from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.errors import GraftError, PolicyError
 from graft_dist.generate import Request
@@ -22,11 +23,10 @@ from graft_dist.target import read_embeddings
 from graft_dist.trial import Arm, Interval, Trial, run_trial
 from jobs.cluster import connected, reserved
 from jobs.gate import Evidence, Side, compare
-from jobs.laboratory import recorded_costs
 from jobs.learning_data import LearningData, decoded_rounds, open_snapshot, read_learning_data
 from jobs.live_trial import Audit, LivePlan, LiveTrial, Turns, run_live
 from storage import connect
-from storage.learning_rounds import prompts_of
+from storage.learning_rounds import prompts_of, timed_hardware
 
 Version = tuple[int, Path]
 """A registered version's number and its policy's folder."""
@@ -79,7 +79,9 @@ class Evaluator:
     def _replay(
         self, data: LearningData, theirs: GraftPolicy | None, their_name: str, ours: GraftPolicy, our_name: str
     ) -> Evidence:
-        cost = recorded_costs(data, self.store, self.config.slug)[0].best.curve  # both sides are judged by it
+        with closing(connect(self.store, snapshot=data.snapshot)) as connection:
+            places = timed_hardware(connection, self.config.slug, data.drafter_fingerprint, data.shape)
+        cost = _cost(ours, places)
         embeddings = read_embeddings(self.config.target, revision=self.config.revision)
         scorers = {"challenger": ours.replay_scorer(embeddings, data.shape.num_hidden), "marginal": MarginalScorer()}
         arms = [Arm("challenger", "challenger", lambda: ours.budget_policy(cost))]
@@ -159,6 +161,17 @@ def _fitting(champion: GraftPolicy, challenger: GraftPolicy) -> GraftPolicy | No
     except PolicyError:
         return None
     return champion
+
+
+def _cost(policy: GraftPolicy, places: Sequence[str]) -> CostCurve:
+    """The curve that both sides are judged by, as the challenger was: of the first hardware that it knows costs of."""
+    if not policy.cost_curves:
+        raise PolicyError("the challenger has no cost curve to judge by")
+    for hardware in places:
+        for name, curve in policy.cost_curves.items():
+            if name == hardware or name.startswith(f"{hardware}, share of "):
+                return curve
+    return next(iter(policy.cost_curves.values()))
 
 
 def _fixed(budget: int) -> Any:

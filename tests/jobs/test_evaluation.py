@@ -9,11 +9,12 @@ import pytest
 
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import fingerprint, read_config, read_tensors
+from graft_dist.errors import PolicyError
 from graft_dist.prompt_source import PromptSource
 from graft_dist.retraining import Retraining
 from graft_dist.target import Target
-from jobs.evaluation import Evaluator, evidence_of
-from tests.graft_dist.policies import make_policy
+from jobs.evaluation import Evaluator, _cost, evidence_of
+from tests.graft_dist.policies import CURVE, make_policy
 from tests.jobs.learning_store import write_store
 
 
@@ -38,3 +39,14 @@ def test_evidence_is_of_the_prompts_that_have_rounds_to_replay(
     assert evidence.mat.value == pytest.approx(evidence.challenger.mat / evidence.champion.mat)
     earlier = {name: value for name, value in found["replay"].items() if name not in ("mat", "mismatch")}
     assert evidence_of(earlier) == replace(evidence, mat=None, mismatch=None)  # as an earlier version recorded it
+
+
+def test_the_gate_judges_under_the_costs_that_the_challenger_was_chosen_under() -> None:
+    """Of several hardware's, of the first on which rounds were timed; the file's own order says nothing."""
+    curves = {name: replace(CURVE, source=name) for name in ("a", "b, share of 8 sequences", "c")}
+    policy = make_policy(None, cost_curves=curves)
+    assert _cost(policy, ["unknown", "c", "a"]).source == "c"
+    assert _cost(policy, ["b", "a"]).source == "b, share of 8 sequences"
+    assert _cost(policy, ["unknown"]) in curves.values()
+    with pytest.raises(PolicyError, match="no cost curve"):
+        _cost(make_policy(None, cost_curves={}), ["a"])
