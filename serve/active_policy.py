@@ -43,18 +43,19 @@ class MethodSwitch:
         self.needs_hidden = any(policy.scorer.needs_hidden for policy in everyone)
         self.needs_state = any(policy.budget.needs_state for policy in everyone)
         depths = [policy.max_depth for policy in everyone]
-        self._policy = DecodingPolicy(
-            active.policy.name,
-            self,
-            self,
-            num_candidates=max(policy.num_candidates for policy in everyone),
-            max_depth=None if None in depths else max(depth for depth in depths if depth is not None),
-        )
+        self._num_candidates = max(policy.num_candidates for policy in everyone)
+        self._max_depth = None if None in depths else max(depth for depth in depths if depth is not None)
 
     @property
     def policy(self) -> DecodingPolicy:
-        """What the engine shall use: the application's policy itself while no sequence has chosen another."""
-        return self._policy if self._chosen else self._active.policy
+        """What the engine shall use: the application's policy itself while no sequence has chosen another.
+
+        Made anew each time: were it kept here, the two would hold each other, and with them an old policy's tables,
+        until Python looks for such circles, which in a process of so many objects it seldom does.
+        """
+        if not self._chosen:
+            return self._active.policy
+        return DecodingPolicy(self._active.policy.name, self, self, self._num_candidates, self._max_depth)
 
     def choose_method(self, sequence_id: str, method: str) -> None:
         """Decode a sequence with another method than the application's; one that is not there changes nothing."""
