@@ -41,10 +41,12 @@ FIXED = (8, 16, 32, 64)
 WARM_UP = 200  # rounds
 
 
-def first(batches: Iterator[RecordedRounds], limit: int) -> Iterator[RecordedRounds]:
-    """Batches until `limit` rounds have passed; the last one is whole."""
+def first(batches: Iterator[RecordedRounds], limit: int, needs_hidden: bool) -> Iterator[RecordedRounds]:
+    """Batches that the scorer can judge, until `limit` rounds have passed; the last one is whole."""
     num_rounds = 0
     for batch in batches:
+        if needs_hidden and batch.hidden is None:
+            continue
         num_rounds += len(batch)
         yield batch
         if num_rounds >= limit:
@@ -60,7 +62,9 @@ def timed(chosen: Any, policy: GraftPolicy, scorer: EdgeScorer, limit: int) -> d
     start = time.perf_counter()
     with closing(connect(chosen.store, threads=1)) as connection:
         rounds = recorded_rounds(connection, selection, with_hidden=scorer.needs_hidden)
-        report = replay(first(rounds, limit), scorer, policies, max_budget=chosen.budget, cost=cost)
+        report = replay(
+            first(rounds, limit, scorer.needs_hidden), scorer, policies, max_budget=chosen.budget, cost=cost
+        )
     seconds = time.perf_counter() - start
     if not report.rows:
         raise SystemExit(f"{chosen.store} holds no rounds of {policy.slug} and of the shipped policy's drafter")
