@@ -271,11 +271,11 @@ class FakeDrafter:
         for slot, root in enumerate(root_tokens):
             ids[slot] = self._candidates(cache.lengths[slot], root, num_candidates)
         log_probs = -0.5 - 1.5 * np.arange(num_candidates, dtype=np.float32)
-        hidden = torch.stack([self._hidden(cache.lengths[slot], root) for slot, root in enumerate(root_tokens)])
+        hidden = torch.stack([self.hidden_at(cache.lengths[slot], root) for slot, root in enumerate(root_tokens)])
         shape = (num_slots, self.draft_depth, num_candidates)
         return FakeProposal(ids, np.broadcast_to(log_probs, shape).copy(), hidden)
 
-    def _hidden(self, context_length: int, root: int) -> torch.Tensor:
+    def hidden_at(self, context_length: int, root: int) -> torch.Tensor:
         """Hidden states [D, H] of the position, exact in float16 as records keep them."""
         generator = torch.Generator().manual_seed(hash_counters(self.seed, context_length, root) % 2**63)
         return torch.randn(self.draft_depth, self.target.hidden_size, generator=generator).half().float()
