@@ -6,9 +6,10 @@ with what the other half taught, so that no decoder is compared on rounds that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import EdgeScorer
@@ -112,9 +113,9 @@ def recorded_costs(data: LearningData, store: str, slug: str) -> list[CostFits]:
     """
     found: list[CostFits] = []
     with closing(connect(store, snapshot=data.snapshot)) as connection:
-        for hardware in timed_hardware(connection, slug, data.drafter_fingerprint, data.shape):
-            groups = [timed_rounds(connection, slug, data.drafter_fingerprint, data.shape, hardware) for _ in range(2)]
-            fits = _costs_on(groups, is_first=not found)
+        asked = (connection, slug, data.drafter_fingerprint, data.shape)
+        for hardware in timed_hardware(*asked):
+            fits = _costs_on(partial(timed_rounds, *asked, hardware), is_first=not found)
             found += [] if fits is None else [fits]
     if not found:
         raise StoreError(
@@ -124,12 +125,12 @@ def recorded_costs(data: LearningData, store: str, slug: str) -> list[CostFits]:
     return found
 
 
-def _costs_on(passes: Sequence[Iterable[Timed]], is_first: bool) -> CostFits | None:
-    """What rounds of one hardware tell, each pass over them with its own least number of rounds."""
-    for groups, min_rounds in zip(passes, _ROUNDS_OF_A_BUDGET, strict=True):
-        for timed in groups:
-            if not is_first and (timed.batch_size > 1 or min_rounds < _ROUNDS_OF_A_BUDGET[0]):
-                return None
+def _costs_on(rounds: Callable[[], Iterator[Timed]], is_first: bool) -> CostFits | None:
+    """What the rounds of one hardware tell, which `rounds` yields anew, the most telling first."""
+    for min_rounds in _ROUNDS_OF_A_BUDGET if is_first else _ROUNDS_OF_A_BUDGET[:1]:
+        for timed in rounds():
+            if timed.batch_size > 1 and not is_first:
+                break
             fits = fit_costs(timed.rounds, timed.label, min_rounds)
             if fits is not None:
                 return fits

@@ -14,6 +14,7 @@ Exit codes: 0 learned; 2 the arguments or the store cannot work, in one sentence
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -82,12 +83,13 @@ def request_from(options: argparse.Namespace) -> PolicyRequest:
 
 def _store(given: str | None, config: TargetConfig) -> str:
     """Root of the trajectory store: the option's, else the configuration's."""
-    if given is None and config.retrain is None:
-        raise ConfigError("--store is missing, and the configuration has no retrain.store to take its place")
-    store = config.retrain.store if given is None and config.retrain is not None else given
-    assert store is not None
-    store = store if "://" in store else str(Path(store).expanduser())
-    check_place("--store" if given else "retrain.store", store)
+    name, store = "--store", given
+    if store is None:
+        if config.retrain is None:
+            raise ConfigError("--store is missing, and the configuration has no retrain.store to take its place")
+        name, store = "retrain.store", config.retrain.store
+    store = os.path.expanduser(store)
+    check_place(name, store)
     return store
 
 

@@ -12,6 +12,7 @@ import torch
 
 from graft_dist.budget import (
     AcceptanceGain,
+    BudgetPolicy,
     ExploringBudget,
     FixedBudget,
     Form,
@@ -25,6 +26,7 @@ from graft_dist.policy import DecodingPolicy
 from graft_dist.replay import (
     ALL_TASKS,
     LOST,
+    Outcomes,
     RecordedRounds,
     ReplayRow,
     choose_budgets,
@@ -355,18 +357,26 @@ SCORERS: list[EdgeScorer] = [MarginalScorer(), PairScorer(), tdes_scorer()]
 BUDGETS = [FixedBudget(1), FixedBudget(6), FixedBudget(30), ExploringBudget((0, 2, 11, 40), seed=3)]
 
 
+def replayed(
+    records: Sequence[RoundRecord], rounds: RecordedRounds, scorer: EdgeScorer, budget: BudgetPolicy
+) -> tuple[Any, Outcomes]:
+    """Budgets and outcomes of a replay, which have to be what was recorded."""
+    walk = walk_rounds(rounds, scorer, 40)
+    budgets = choose_budgets(rounds, walk, [budget], 40)[0]
+    found = outcomes(rounds, walk, budgets)
+    assert budgets.tolist() == [record.budget for record in records]
+    assert found.accepted.tolist() == [len(record.accepted) for record in records]
+    assert found.num_tokens.tolist() == [record.num_tokens for record in records]
+    return budgets, found
+
+
 @pytest.mark.parametrize("scorer", SCORERS, ids=["marginal", "pair", "tdes"])
 def test_replay_finds_what_decoding_accepted(scorer: EdgeScorer, live: Callable[..., list[tuple]]) -> None:
     runs = [live(DecodingPolicy("live", scorer, budget, num_candidates=6)) for budget in BUDGETS]
     stops = set()
     for budget, run in zip(BUDGETS, runs, strict=True):
         for records, rounds in run:
-            walk = walk_rounds(rounds, scorer, 40)
-            budgets = choose_budgets(rounds, walk, [budget], 40)[0]
-            found = outcomes(rounds, walk, budgets)
-            assert budgets.tolist() == [record.budget for record in records]
-            assert found.accepted.tolist() == [len(record.accepted) for record in records]
-            assert found.num_tokens.tolist() == [record.num_tokens for record in records]
+            _, found = replayed(records, rounds, scorer, budget)
             is_mismatch = found.lost == LOST.index("wrong_parent")
             assert is_mismatch.tolist() == [record.is_mismatch for record in records]
             stops |= {LOST[index] for index in found.lost}
@@ -411,11 +421,6 @@ def test_replay_finds_the_budgets_that_a_gated_scorer_and_costs_led_to(
     run = live(DecodingPolicy("live", scorer, asked, num_candidates=6), max_slots=1, projection=torch.eye(hidden_size))
     seen = set()
     for records, rounds in run:
-        walk = walk_rounds(rounds, scorer, 40)
-        budgets = choose_budgets(rounds, walk, [again], 40)[0]
-        found = outcomes(rounds, walk, budgets)
-        assert budgets.tolist() == [record.budget for record in records]
-        assert found.accepted.tolist() == [len(record.accepted) for record in records]
-        assert found.num_tokens.tolist() == [record.num_tokens for record in records]
+        budgets, _ = replayed(records, rounds, scorer, again)
         seen |= set(budgets.tolist())
     assert len(seen) > 3, "budgets that never differ prove nothing"
