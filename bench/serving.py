@@ -199,7 +199,10 @@ def arguments(words: Sequence[str] | None = None) -> Any:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--soak-users", type=int, default=8)
-    return parser.parse_args(words)
+    chosen = parser.parse_args(words)
+    if chosen.out.exists():
+        parser.error(f"{chosen.out} is there already: give a new folder")
+    return chosen
 
 
 def main(words: Sequence[str] | None = None) -> int:

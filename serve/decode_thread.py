@@ -9,7 +9,8 @@ something fails. Knows asyncio, but neither HTTP nor Ray.
 
 A round that fails while drafting is decoded without a draft instead: the text is the same, only slower. One request's
 own failure ends that request alone (see `Engine.step`). A round that fails even without a draft, and any failure of
-the device, ends the thread: all its requests get an error, `check` fails, and Serve replaces the replica.
+the device, ends the thread: all its requests get an error, `check` fails, and Serve replaces the replica. So does a
+round that does not come back: Serve lets a replica finish its requests first, and those would never end.
 """
 
 from __future__ import annotations
@@ -65,19 +66,20 @@ class RequestStream:
         """Wait for the next event. Raises `ApiError` when the request was refused or the engine has failed."""
         item = await self._queue.get()
         if isinstance(item, Exception):
-            self._is_over = True
+            self.finished()
             raise item
         return item
 
     def cancel(self) -> None:
         """Take the request's sequences out of the batch before the next round; harmless when they have ended."""
         if not self._is_over:
-            self._is_over = True
+            self.finished()
             self._thread.abort(self._sequence_ids)
 
     def finished(self) -> None:
         """All sequences have had their last event: nothing is left to cancel."""
         self._is_over = True
+        self._thread.forget(self)
 
     def deliver(self, items: Sequence[Streamed | Exception]) -> None:
         """Hand items over, from any thread."""
@@ -149,10 +151,12 @@ class DecodeThread:
         self._recorded: set[str] = set()  # sequences whose rounds an observer wants; decode thread only
         self._count_lock = threading.Lock()
         self._num_sequences = 0
+        self._open: set[RequestStream] = set()  # that somebody reads; event loop only
         # Requests may be named by their senders, and sequences of all threads come together in one store.
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._beat = time.monotonic()
+        self._silent_beat: float | None = None  # the last one when `check` found the loop stuck
         self._failure: BaseException | None = None
         self._is_stopping = False
         self._rest = 0  # rounds without a draft that the next failure costs, half of it
@@ -208,10 +212,15 @@ class DecodeThread:
             self.refuse_new(len(submissions))
             self._num_sequences += len(submissions)
         stream = RequestStream(self, [submission.sequence_id for submission in submissions])
+        self._open.add(stream)
         self._commands.put(_Add(submissions, stream))
         if self._failure is not None:  # since it was asked above: nobody may be there to read the command
             stream.deliver([errors.internal()])
         return stream
+
+    def forget(self, stream: RequestStream) -> None:
+        """Nobody reads this stream any more."""
+        self._open.discard(stream)
 
     def abort(self, sequence_ids: Sequence[str]) -> None:
         """End sequences before the next round; ids that are gone are ignored. From any thread."""
@@ -238,14 +247,21 @@ class DecodeThread:
             waiting.cancel()
 
     def check(self) -> None:
-        """Raise RuntimeError when the loop is dead, or has not come round for too long."""
+        """Raise RuntimeError when the loop is dead, or has not come round for too long.
+
+        Found so twice without a round between, it is given up: all requests get an error, and there are no new ones.
+        """
         if self._failure is not None:
             raise RuntimeError(f"the decode thread has failed: {self._failure!r}")
         if not self._thread.is_alive():
             raise RuntimeError("the decode thread has ended")
         silent_s = time.monotonic() - self._beat
         if silent_s > self._stuck_after_s:
-            raise RuntimeError(f"the decode thread is stuck: no round for {silent_s:.0f} s")
+            stuck = RuntimeError(f"the decode thread is stuck: no round for {silent_s:.0f} s")
+            if self._silent_beat == self._beat:  # the first time, this process may just have been stopped for a while
+                self._give_up(stuck)
+            self._silent_beat = self._beat
+            raise stuck
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; requests that still run get an error. From any thread."""
@@ -262,6 +278,12 @@ class DecodeThread:
         if self._num_sequences + count > self.limit:
             raise errors.busy(self._num_sequences, self.limit, self._retry_after_s)
 
+    def _give_up(self, failure: RuntimeError) -> None:
+        logger.error("%s; its requests are ended", failure)
+        self._failure = failure
+        for stream in self._open:
+            stream.deliver([errors.internal()])
+
     # ---- on the decode thread
 
     def _run(self) -> None:
@@ -274,7 +296,7 @@ class DecodeThread:
         self._beat = time.monotonic()
         self._ready.set_result(None)
         try:
-            while self._take_commands():
+            while self._take_commands() and self._failure is None:
                 self._beat = time.monotonic()
                 if self._engine.has_work:
                     self._step()

@@ -45,6 +45,14 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         signal.signal(number, handler)
 
 
+def test_a_folder_that_is_there_is_refused(
+    serving: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serving.arguments([str(tmp_path)])
+    assert "is there already" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("what", ["command", "server"])
 def test_a_signal_lets_what_runs_write_and_ends_it(
     serving: ModuleType, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

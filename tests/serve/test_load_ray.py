@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from openai import OpenAI
+from openai import APIError, InternalServerError, OpenAI
 
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import DFlashDrafter
@@ -162,3 +162,45 @@ def test_two_replicas_share_the_load_a_swap_reaches_both_and_one_can_go(applicat
         time.sleep(0.2)
     recorded = run_query(store, "SELECT run_id, count(*) AS times FROM sequences GROUP BY run_id").to_pylist()
     assert len(recorded) >= 2 and all(row["times"] > 0 for row in recorded)
+
+
+def test_a_stuck_replica_is_replaced_and_its_requests_end(application: Application) -> None:
+    args = {
+        "config": str(application.folder / "tiny.yaml"), "model": "hanging", "num_cpus": 0.2, "threads": 1,
+        "stuck_after_s": 5.0, "health_check_period_s": 0.5,
+    }  # fmt: skip
+    build = "tests.serve.hanging_app:build"
+    wanted = {"name": "hanging", "route_prefix": "/hanging", "import_path": build, "args": args}
+    applications.deploy(application.dashboard, wanted)
+    client = OpenAI(base_url=f"{application.url}/hanging/v1", api_key="any", timeout=120.0, max_retries=0)
+
+    def ask() -> str | None:
+        return client.completions.create(model="hanging", prompt="recite", temperature=0, max_tokens=5).choices[0].text
+
+    def answer_within(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                assert ask() == recite(5)
+                return
+            except APIError:  # nobody is there yet
+                assert time.monotonic() < deadline
+                time.sleep(0.5)
+
+    answer_within(300.0)
+    urllib.request.urlopen(urllib.request.Request(f"{application.url}/hanging/hang", method="POST"), timeout=30).close()
+    with pytest.raises(InternalServerError, match="failed to decode"):
+        ask()
+    answer_within(300.0)  # well before a replica with a request that never ends would be given up
+    applications.remove(application.dashboard, "hanging")
+
+
+def test_serve_run(application: Application, ray_head: RayHead) -> None:
+    serve = str(Path(sys.executable).with_name("serve"))
+    args = [f"config={application.folder / 'tiny.yaml'}", "model=runner", "num_cpus=0.2", "threads=1"]
+    command = [serve, "run", "serve.app:build", *args, "--name", "runner", "--route-prefix", "/runner"]
+    command += ["--address", ray_head.address, "--non-blocking"]
+    subprocess.run(command, check=True, cwd=application.folder, env=ray_head.environment(), timeout=300)
+    client = OpenAI(base_url=f"{application.url}/runner/v1", api_key="any", timeout=120.0)
+    answer = client.completions.create(model="runner", prompt="recite", temperature=0, max_tokens=30)
+    assert answer.choices[0].text == recite(30)
