@@ -14,9 +14,9 @@ A document says where its figures come from in comments, each in front of the ta
     <!-- figures: bench/y/log.jsonl; rows: step; columns: loss, depth_accuracy.0 -->
 
 A row is method, budget and task of `summary.json` (load and arm where there are those), decoder and task of a file of
-such rows, or the key of a log whose value stands in the row's first cell (a large store's steps have the store's state
-with them: "query: gain, merged"). A folder without a `summary.json` is a log of
-its `*.json` files, such as the summaries of `jobs/collect.py`; their names without the ending are the key `run`. A
+such rows, ARM/RIVAL and task of `comparisons.jsonl`, or the key of a log whose value stands in the row's first cell (a
+large store's steps have the store's state with them: "query: gain, merged"). A folder without a `summary.json` is a log
+of its `*.json` files, such as the summaries of `jobs/collect.py`; their names without the ending are the key `run`. A
 column is named for each cell but the first, which says what the row is. A paragraph's figures are its numbers with a
 decimal point or a percent sign, in order. Each has to be the value as rounded to the digits it is shown with; files are
 looked up from the repository's root."""
@@ -57,15 +57,17 @@ def key_of(row: Row) -> tuple[str, str, int]:
 
 def pairs_of(raw: list[Row], cell: Row) -> list[tuple[Row, Row]]:
     """Plain decoding's row and the arm's, for every prompt of the cell on which both decoded something."""
-    plain = {row["prompt_id"]: row for row in raw if row["method"] == "plain"}
-    pairs = []
-    for row in raw:
-        is_arm = (row["method"], row["budget"]) == (cell["method"], cell["budget"])
-        if is_arm and cell["task"] in (row["task"], "all") and row["prompt_id"] in plain:
-            pair = plain[row["prompt_id"]], row
-            if all(num_decoded(one) > 0 for one in pair):
-                pairs.append(pair)
-    return pairs
+    plain = [row for row in raw if row["method"] == "plain"]
+    own = [row for row in raw if (row["method"], row["budget"]) == (cell["method"], cell["budget"])]
+    return paired(plain, own, cell["task"])
+
+
+def paired(others: list[Row], own: list[Row], task: str) -> list[tuple[Row, Row]]:
+    """Rows of the same prompts of a task, where both decoded something."""
+    of_prompt = {row["prompt_id"]: row for row in others}
+    here = [row for row in own if task in (row["task"], "all") and row["prompt_id"] in of_prompt]
+    pairs = [(of_prompt[row["prompt_id"]], row) for row in here]
+    return [pair for pair in pairs if all(num_decoded(one) > 0 for one in pair)]
 
 
 def num_decoded(row: Row) -> int:
@@ -125,7 +127,28 @@ def bench_differences(folder: Path) -> list[str]:
                 found.append(f"{name}: {column} is {cell[column]}, another resampling gives {value}")
         if _table_line(cell) not in tables:
             found.append(f"{name}: summary.md does not have the line of summary.json")
-    return found + _frozen_differences(folder)
+    return found + _frozen_differences(folder) + _comparison_differences(folder, raw)
+
+
+def _comparison_differences(folder: Path, raw: list[Row]) -> list[str]:
+    """What `comparisons.jsonl` has that the rows do not give: one learned arm over another arm."""
+    if not (folder / "comparisons.jsonl").is_file():
+        return []
+    found = []
+    for cell in read_lines(folder / "comparisons.jsonl"):
+        others, own = ([row for row in raw if _is_arm(row, cell[side])] for side in ("rival", "arm"))
+        pairs, name = paired(others, own, cell["task"]), f"{cell['arm']} over {cell['rival']}, {cell['task']}"
+        for column, value in (("ratio", speedup_of(pairs)), ("num_prompts", len(pairs))):
+            if not _is_close(cell[column], value, RELATIVE_TOLERANCE):
+                found.append(f"{name}: {column} is {cell[column]}, the rows give {value}")
+        for column, value in zip(("low", "high"), interval_of(pairs), strict=True):
+            if abs(cell[column] - value) > INTERVAL_TOLERANCE * cell["ratio"]:
+                found.append(f"{name}: {column} is {cell[column]}, another resampling gives {value}")
+    return found
+
+
+def _is_arm(row: Row, name: str) -> bool:
+    return name in (row["method"], f"{row['method']}-{row['budget']}")
 
 
 def _frozen_differences(folder: Path) -> list[str]:
@@ -387,6 +410,7 @@ def _lookup(source: Path) -> Lookup:
         cells = {f"{key} {row[key]}": row for row in lines for key in row if isinstance(row[key], int | str)}
         cells |= {f"{row['decoder']} {row['task']}": row for row in lines if "decoder" in row}
         cells |= {f"step {row['step']}, {row['state']}": row for row in lines if "state" in row}
+        cells |= {f"{row['arm']}/{row['rival']} {row['task']}": row for row in lines if "rival" in row}
 
     def look(name: str) -> Any:
         row, _, column = " ".join(name.split()).rpartition(" ")

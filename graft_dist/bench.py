@@ -11,6 +11,7 @@ comes from the prefill, so a row decoded `num_output_tokens - 1` tokens in `deco
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -125,6 +126,23 @@ class SummaryRow:
     mat: float | None
     tokens_per_s: float
     mean_budget: float
+    num_prompts: int
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    """A learned arm against another that drafts, over one task's prompts or all: a line of `comparisons.jsonl`.
+
+    ratio: the rival's seconds per token over the arm's, both summed over the same prompts; above 1 the arm is faster.
+    low and high bound the middle 95 % of it over resampled rows.
+    """
+
+    arm: str
+    rival: str
+    task: str
+    ratio: float
+    low: float
+    high: float
     num_prompts: int
 
 
@@ -286,14 +304,36 @@ def summarise(raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> list[Summa
     return summary
 
 
+def compare(raw: Sequence[RawRow]) -> list[ComparisonRow]:
+    """Each learned arm against each drafting arm that is not: a function of the raw rows alone."""
+    arms = list(dict.fromkeys(sorted((row.arm for row in raw), key=_arm_order)))
+    learned = [arm for arm in arms if arm.method.startswith("graft")]
+    rivals = [arm for arm in arms if arm not in learned and arm.method not in (BASELINE, ORACLE, *PEERS)]
+    tasks = [*sorted({row.task for row in raw} - {ALL_TASKS}), ALL_TASKS]
+    rows = {(row.arm, row.prompt_id): row for row in raw}
+    found = []
+    for arm, rival, task in itertools.product(learned, rivals, tasks):
+        pairs = [
+            (rows[rival, row.prompt_id], row)
+            for row in raw
+            if row.arm == arm and task in (row.task, ALL_TASKS) and _is_pair(rows.get((rival, row.prompt_id)), row)
+        ]
+        if pairs:
+            others, own = ([[row.decode_s, row.num_decoded] for row in side] for side in zip(*pairs, strict=True))
+            sums = np.array(others, np.float64), np.array(own, np.float64)
+            bounds = bootstrap_interval(*sums)
+            found.append(ComparisonRow(arm.name, rival.name, task, paired_ratio(*sums), *bounds, len(pairs)))
+    return found
+
+
 def _arm_order(arm: Arm) -> tuple[int, str, int]:
     first = (BASELINE, *PEERS, "chain")
     return first.index(arm.method) if arm.method in first else len(first), arm.method, arm.budget
 
 
-def _is_pair(plain: RawRow | None, row: RawRow) -> bool:
+def _is_pair(other: RawRow | None, row: RawRow) -> bool:
     # An answer of one token was finished by the prefill: nothing was decoded, so there is no time to compare.
-    return plain is not None and plain.num_decoded > 0 and row.num_decoded > 0
+    return other is not None and other.num_decoded > 0 and row.num_decoded > 0
 
 
 def _summarise_pairs(arm: Arm, task: str, pairs: list[tuple[RawRow, RawRow]], num_drafted: int) -> SummaryRow:
@@ -345,7 +385,7 @@ def count_differing(outputs: Sequence[OutputRow]) -> dict[Arm, int]:
 
 
 def render_markdown(summary: Sequence[SummaryRow], raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> str:
-    """`summary.md`: the summary's rows, then what a round costs and how end-to-end time compares, over all prompts."""
+    """`summary.md`: the summary's rows, what a round costs and how end-to-end time compares, and `compare`'s rows."""
     columns = list(SummaryRow.__dataclass_fields__)
     lines = [_table_line(columns), _table_line(["---"] * len(columns))]
     lines += [_table_line([_shown(value) for value in asdict(row).values()]) for row in summary]
@@ -370,6 +410,12 @@ def render_markdown(summary: Sequence[SummaryRow], raw: Sequence[RawRow], output
     ]
     lines += [_table_line(stages), _table_line(["---"] * len(stages))]
     lines += [_table_line(_stage_cells(arm, raw, outputs)) for arm in _ordered_arms(summary)]
+    compared = compare(raw)
+    if compared:
+        columns = list(ComparisonRow.__dataclass_fields__)
+        lines += ["", "Learned methods against others: the other's seconds per token over the learned one's.", ""]
+        lines += [_table_line(columns), _table_line(["---"] * len(columns))]
+        lines += [_table_line([_shown(value) for value in asdict(row).values()]) for row in compared]
     return "\n".join(lines) + "\n"
 
 

@@ -4,6 +4,7 @@
     raw.jsonl      one row per prompt and arm, appended as soon as a prompt is done
     outputs.jsonl  the tokens, acceptance lengths and verified nodes behind each raw row
     summary.json   computed from the two at the end, as are the tables in summary.md
+    comparisons.jsonl  the same of learned methods over others that draft, where both were measured
 
 A run that was stopped goes on where it was, prompt by prompt, when it is started again with the same settings; a prompt
 whose rows are not all there is measured again, so that its arms always ran side by side.
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from graft_dist.bench import Arm, Measurement, OutputRow, RawRow, SummaryRow, render_markdown, summarise
+from graft_dist.bench import Arm, Measurement, OutputRow, RawRow, SummaryRow, compare, render_markdown, summarise
 from graft_dist.errors import GraftError
 from jobs.out_file import make_out_folder, to_json, write_aside
 
@@ -64,6 +65,9 @@ class BenchFolder:
         summary = summarise(self.raw, self.outputs)
         tables = render_markdown(summary, self.raw, self.outputs)
         write_aside(self.path / "summary.json", to_json([asdict(row) for row in summary]))
+        compared = compare(self.raw)
+        if compared:
+            write_aside(self.path / "comparisons.jsonl", _to_lines([asdict(row) for row in compared]))
         write_aside(self.path / "summary.md", tables)
         return summary, tables
 

@@ -85,11 +85,13 @@ def measurements(index: int) -> list[Measurement]:
     tokens = list(range(13))
     plain = Answer(request, tokens, "", "length", None, [1] * 12, 0, 0.1, 1.0 + 0.1 * index)
     tree = Answer(request, tokens, "", "length", None, [3] * 4, 32, 0.1, 0.5 + 0.07 * (index % 3))
-    return [to_measurement(Arm("plain", 0), plain), to_measurement(Arm("ddtree", 8), tree)]
+    learned = Answer(request, tokens, "", "length", None, [4] * 3, 24, 0.1, 0.4 + 0.05 * (index % 5))
+    arms = (Arm("plain", 0), Arm("ddtree", 8), Arm("graft", 64))
+    return [to_measurement(*pair) for pair in zip(arms, (plain, tree, learned), strict=True)]
 
 
 def test_true_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:
-    folder = BenchFolder(tmp_path, [Arm("plain", 0), Arm("ddtree", 8)])
+    folder = BenchFolder(tmp_path, [Arm("plain", 0), Arm("ddtree", 8), Arm("graft", 64)])
     folder.open({}, {})
     for index in range(8):
         folder.append(measurements(index))
@@ -102,6 +104,21 @@ def test_true_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:
         done = verify(tmp_path)
         assert done.returncode == 1
         assert f"ddtree 8 all: {column} is" in done.stdout
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    lines = (tmp_path / "comparisons.jsonl").read_text().splitlines()
+    compared = [json.loads(line) for line in lines]
+    page = tmp_path / "page.md"
+    ratio = f"{compared[-1]['ratio']:.3f}"
+    page.write_text(
+        f"<!-- figures: {tmp_path}/comparisons.jsonl; values: graft/ddtree-8 all ratio -->\n\nOver DDTree: {ratio}.\n"
+    )
+    assert verify(page).returncode == 0
+    for column in ("ratio", "low", "high", "num_prompts"):
+        false = [{**row, column: row[column] * 2} for row in compared]
+        (tmp_path / "comparisons.jsonl").write_text("".join(json.dumps(row) + "\n" for row in false))
+        done = verify(tmp_path)
+        assert done.returncode == 1
+        assert f"graft over ddtree-8, all: {column} is" in done.stdout
 
 
 def test_a_load_tests_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from graft_dist.bench import (
     RawRow,
     arms_for,
     bootstrap_interval,
+    compare,
     count_differing,
     paired_ratio,
     render_markdown,
@@ -138,6 +139,30 @@ def test_speedup_is_the_ratio_of_summed_seconds_per_token_over_the_same_prompts(
     assert rows[("plain", "all")].speedup == 1.0
     assert rows[("plain", "all")].num_prompts == 3
     assert rows[("plain", "all")].speedup_low == rows[("plain", "all")].speedup_high == 1.0
+
+
+def test_learned_arms_are_compared_with_those_that_draft_on_the_same_prompts() -> None:
+    raw = [
+        raw_row("a", "plain", 0, 4.0),
+        raw_row("a", "ddtree", 8, 2.0),
+        raw_row("b", "ddtree", 8, 6.0, task="code"),
+        raw_row("c", "ddtree", 8, 9.0),  # no partner: must not count
+        raw_row("a", "caddtree", 256, 1.0),
+        raw_row("a", "oracle", 64, 0.5),
+        raw_row("a", "graft", 64, 1.0),
+        raw_row("b", "graft", 64, 3.0, task="code", num_output_tokens=21),
+    ]
+    found = {(row.arm, row.rival, row.task): row for row in compare(raw)}
+    assert {(arm, rival) for arm, rival, _ in found} == {("graft", "ddtree-8"), ("graft", "caddtree")}
+    assert found["graft", "ddtree-8", "math"].ratio == pytest.approx(2.0)
+    assert found["graft", "ddtree-8", "code"].ratio == pytest.approx((6.0 / 10) / (3.0 / 20))
+    both = found["graft", "ddtree-8", "all"]
+    assert both.ratio == pytest.approx((8.0 / 20) / (4.0 / 30)) and both.num_prompts == 2
+    assert both.low < both.ratio < both.high
+    assert found["graft", "caddtree", "all"].ratio == 1.0
+    assert "| graft | ddtree-8 | all | 3.000 |" in render_markdown(
+        summarise(raw, [output_row(row) for row in raw]), raw, [output_row(row) for row in raw]
+    )
 
 
 def test_answers_of_one_token_are_left_out_of_the_pairs() -> None:

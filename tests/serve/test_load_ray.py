@@ -107,7 +107,7 @@ def test_a_short_soak_with_swaps_through_the_dashboard(application: Application,
 def test_a_policy_that_does_not_fit_is_a_problem_and_no_answer_is_lost(
     application: Application, tmp_path: Path
 ) -> None:
-    policies = f"none,{application.folder / 'foreign'}"
+    policies = f"{application.folder / 'foreign'},none"  # the first swap is to it
     options = ["--policies", policies, "--dashboard", application.dashboard, "--swap-every", "0.5", "--limit", "4"]
     assert run(application, tmp_path / "out", "--soak", "0.02", "--concurrency", "2", *options) == 1
     report = json.loads((tmp_path / "out" / "soak.json").read_text())
