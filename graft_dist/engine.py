@@ -378,16 +378,27 @@ class Engine:
         return sum(cache.bytes_for(num_sequences, self._rows_needed(num_tokens)) for cache in caches)
 
     def _admit(self) -> ActiveSequence | None:
-        """Give the first waiting sequence a slot, if there is one and its cache rows fit."""
+        """Give the first waiting sequence a slot, if there is one and its cache rows fit.
+
+        One for which a cache cannot grow ends with an error; those that are decoded go on.
+        """
         if not self._waiting or self.num_live >= self.max_slots:
             return None
         together = [*self._live, self._waiting[0]]
         longest = max(sequence.limit for sequence in together)
         if not self.fits(longest, len(together)):
             return None
-        if self.memory_limit_bytes is not None:
-            # All that these sequences may ever need, at once: growing row by row at the limit would copy every time.
-            self._cache.reserve(len(together), self._rows_needed(longest))
+        # With a memory limit all that these sequences may ever need, at once: growing row by row at the limit would
+        # copy every time.
+        num_rows = 1 if self.memory_limit_bytes is None else self._rows_needed(longest)
+        try:
+            for cache in (self._cache, self._drafter_cache):
+                if cache is not None:
+                    cache.reserve(len(together), num_rows)
+        except Exception as error:
+            outcome = failure(error)
+            self._unsent.append(self._waiting.popleft().event(outcome))
+            return None
         self._cache.add()
         self._filling = self._waiting.popleft()
         return self._filling

@@ -36,6 +36,7 @@ from serve.observer import DecodeObserver, StepReport, Submission
 
 _IDLE_BEAT_S = 0.5  # an idle loop comes round at least so often, to show that it lives
 _LOOK_S = 1.0  # who waits for the thread looks so often whether it still lives
+_SURE_S = 2.0  # after which a loop that was found stuck, and still is, is given up
 _MAX_REST = 1024  # rounds without a draft after repeated failures, at most
 
 Result = TypeVar("Result")
@@ -156,7 +157,7 @@ class DecodeThread:
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._beat = time.monotonic()
-        self._silent_beat: float | None = None  # the last one when `check` found the loop stuck
+        self._silence: tuple[float, float] | None = None  # the last beat when `check` found it stuck, and when that was
         self._failure: BaseException | None = None
         self._is_stopping = False
         self._rest = 0  # rounds without a draft that the next failure costs, half of it
@@ -249,7 +250,8 @@ class DecodeThread:
     def check(self) -> None:
         """Raise RuntimeError when the loop is dead, or has not come round for too long.
 
-        Found so twice without a round between, it is given up: all requests get an error, and there are no new ones.
+        Found so twice, some time apart and without a round between, it is given up: all requests get an error, and
+        there are no new ones. (The first time, the whole process may just have been stopped for a while.)
         """
         if self._failure is not None:
             raise RuntimeError(f"the decode thread has failed: {self._failure!r}")
@@ -258,9 +260,11 @@ class DecodeThread:
         silent_s = time.monotonic() - self._beat
         if silent_s > self._stuck_after_s:
             stuck = RuntimeError(f"the decode thread is stuck: no round for {silent_s:.0f} s")
-            if self._silent_beat == self._beat:  # the first time, this process may just have been stopped for a while
+            now = time.monotonic()
+            if self._silence is None or self._silence[0] != self._beat:
+                self._silence = self._beat, now
+            elif now - self._silence[1] > _SURE_S:
                 self._give_up(stuck)
-            self._silent_beat = self._beat
             raise stuck
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -281,7 +285,7 @@ class DecodeThread:
     def _give_up(self, failure: RuntimeError) -> None:
         logger.error("%s; its requests are ended", failure)
         self._failure = failure
-        for stream in self._open:
+        for stream in list(self._open):
             stream.deliver([errors.internal()])
 
     # ---- on the decode thread

@@ -262,8 +262,11 @@ class Service:
         is_settled = False
         while not is_settled:
             await asyncio.sleep(_RETRY_S)
-            async with self._reconfiguring:
-                is_settled = await self._adopt(pin)
+            try:
+                async with self._reconfiguring:
+                    is_settled = await self._adopt(pin)
+            except Exception:  # the round loop seems stuck, say: another time it is not
+                logger.exception("putting a policy in force failed; %s stays", self.decode.active.label)
 
     def _stop_retrying(self) -> None:
         if self._retrier is not None:
@@ -285,7 +288,10 @@ class Service:
 
     async def _poll(self, settings: AliasPolling) -> None:
         while True:
-            await self.look_for_champion(settings.tracking_uri)
+            try:
+                await self.look_for_champion(settings.tracking_uri)
+            except Exception:  # the round loop seems stuck, say: another time it is not
+                logger.exception("looking for the champion failed; %s stays", self.decode.active.label)
             # With some spread, so that replicas that start together do not ask together.
             await asyncio.sleep(settings.every_s * random.uniform(0.8, 1.2))
 

@@ -247,6 +247,32 @@ def test_a_prompt_that_the_model_fails_on_ends_alone(
     assert [tokens_of(events[ids[i]]) for i in (0, 2, 3)] == [answers[i] for i in (0, 2, 3)]
 
 
+@pytest.mark.parametrize("name", ["_cache", "_drafter_cache"])
+def test_a_sequence_that_no_cache_has_room_for_ends_alone(
+    name: str, tiny_llama: Target, drafter: FakeDrafter, answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a memory limit caches grow until the device has no more."""
+    engine = Engine(tiny_llama, drafter, ddtree(5, 4), max_slots=4)
+    first = [engine.add(prompt, LONG) for prompt in PROMPTS[:2]]
+    events: dict[str, list[SequenceEvent]] = {}
+    collect(engine.step(), events)
+    cache, reserve = getattr(engine, name), SlotCache.reserve
+
+    def limited(self: SlotCache, num_slots: int, length: int) -> None:
+        if self is cache and num_slots > 2:
+            raise torch.OutOfMemoryError("no memory")
+        reserve(self, num_slots, length)
+
+    monkeypatch.setattr(SlotCache, "reserve", limited)
+    third = engine.add(PROMPTS[2], LONG)
+    for sequence_id, own in run(engine).items():
+        events.setdefault(sequence_id, []).extend(own)
+    assert events[third][-1].finish_reason == "error" and "no memory" in (events[third][-1].error or "")
+    assert [tokens_of(events[sequence_id]) for sequence_id in first] == answers[:2]
+    last = engine.add(PROMPTS[2], LONG)
+    assert tokens_of(run(engine)[last]) == answers[2]
+
+
 @pytest.mark.parametrize("at_call", [1, 2, 3, 4], ids=["prefill-1", "prefill-2", "prefill-3", "verify"])
 def test_a_device_error_leaves_the_step_and_the_engine_can_go_on(
     tiny_llama: Target, answers: list[list[int]], drafter: FakeDrafter, at_call: int

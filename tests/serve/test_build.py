@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,6 @@ def test_a_replica_that_was_never_configured_is_not_healthy() -> None:
     decoder._service = SimpleNamespace(decode=decode, close=lambda: None)  # type: ignore[assignment]
     decoder._is_configured = False
     with pytest.raises(RuntimeError, match="user_config is null"):
-        decoder.check_health()
+        asyncio.run(decoder.check_health())
     decoder._is_configured = True
-    decoder.check_health()
+    asyncio.run(decoder.check_health())

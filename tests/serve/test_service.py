@@ -228,6 +228,33 @@ def test_a_policy_that_cannot_be_had_is_asked_for_again(
     assert num_asked == {away.folder: 3}
 
 
+def test_asking_goes_on_when_a_swap_fails(
+    running: Running,
+    reciting_target: Target,
+    tmp_path: Path,
+    num_asked: Counter[str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it does while the round loop has not come round for too long."""
+    away, swap = saved(reciting_target, tmp_path / "away"), running.service.decode.swap
+    failures = [RuntimeError("the decode thread is stuck"), RuntimeError("the decode thread is stuck")]
+
+    async def failing(active: Any) -> None:
+        if active.fingerprint is not None and failures:
+            raise failures.pop()
+        await swap(active)
+
+    async def run() -> None:
+        await running.service.reconfigure(UserConfig(policy=away))
+        monkeypatch.setattr(running.service.decode, "swap", failing)
+        async with asyncio.timeout(30):
+            while running.service.refusal is not None:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+    assert not failures and num_asked == {away.folder: 5}
+
+
 def test_another_policy_ends_the_asking(
     running: Running, reciting_target: Target, tmp_path: Path, num_asked: Counter[str | None]
 ) -> None:
@@ -282,6 +309,31 @@ def test_the_registrys_champion_is_followed(running: Running, reciting_target: T
     registry.rollback(slug)
     asyncio.run(service.look_for_champion(uri))
     assert service.refusal is None and running.reports.policies[-1] == (f"v{numbers[1]}", None)
+
+
+def test_looking_for_the_champion_goes_on_when_it_fails(
+    serve_reciter: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    async def look(uri: str) -> None:
+        looks.append(uri)
+        raise RuntimeError("the decode thread is stuck")
+
+    async def following() -> None:
+        await running.service.reconfigure(UserConfig())
+        running.service.follow_champion()
+        async with asyncio.timeout(30):
+            while len(looks) < 3:
+                await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(service_module.random, "uniform", lambda low, high: 0.0)
+    running = serve_reciter(poll_champion={"tracking_uri": "http://nobody:5000"})
+    monkeypatch.setattr(running.service, "look_for_champion", look)
+    try:
+        asyncio.run(following())
+    finally:
+        running.close()
 
 
 def test_without_a_champion_a_server_starts_and_says_so_once(
