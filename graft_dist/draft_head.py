@@ -50,10 +50,10 @@ class DraftHead:
 
     def __init__(self, target: Target, token_ids: Sequence[int] | None = None) -> None:
         self._head: Callable[[torch.Tensor], torch.Tensor] = target.lm_head
-        self._token_ids: torch.Tensor | None = None
+        self.token_ids: torch.Tensor | None = None
         if token_ids is not None:
-            self._token_ids = torch.tensor(token_ids, device=target.device)
-            self._head = target.lm_head_of(self._token_ids)
+            self.token_ids = torch.tensor(token_ids, device=target.device)
+            self._head = target.lm_head_of(self.token_ids)
 
     def propose(self, hidden: torch.Tensor, num_candidates: int) -> DraftProposal:
         """Return the best `num_candidates` (or all) of every depth for final hidden rows [S, D, H]."""
@@ -61,7 +61,7 @@ class DraftHead:
         logits = self._head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]).float()
         top = logits.topk(min(num_candidates, logits.shape[-1]), dim=-1)
         log_probs = top.values - logits.logsumexp(dim=-1, keepdim=True)
-        ids = top.indices if self._token_ids is None else self._token_ids[top.indices]
+        ids = top.indices if self.token_ids is None else self.token_ids[top.indices]
         return DraftProposal(ids.to(torch.int32).cpu().numpy(), log_probs.cpu().numpy(), hidden)
 
 
