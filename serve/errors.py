@@ -36,13 +36,19 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The JSON object of the response, or of the last event of a stream."""
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        param = None if self.param is None else _encodable(self.param)
+        return {"error": {"message": _encodable(self.message), "type": self.kind, "param": param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """Whether and when the client may try again."""
         if self.retry_after_s is None:
             return {"x-should-retry": "false"}
         return {"Retry-After": str(self.retry_after_s)}
+
+
+def _encodable(text: str) -> str:
+    """The text with halves of characters escaped: JSON can name a field by one, and no UTF-8 can say it again."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:

@@ -297,6 +297,25 @@ def test_a_request_is_refused_by_the_fields_name(reciter: Running, change: Any, 
     assert (error["param"], error["code"]) == (param, code) and param.split(".")[-1] in error["message"]
 
 
+HALF = {"\ud800": 1}  # half a character, which JSON can name and UTF-8 cannot say
+HALF_NAMES = [
+    (HALF, "\\ud800"),
+    ({"graft": HALF}, "graft.\\ud800"),
+    ({"stream": True, "stream_options": HALF}, "stream_options.\\ud800"),
+    ({"messages": [MESSAGES[0] | HALF]}, "messages[0].\\ud800"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"} | HALF]}]},
+     "messages[0].content[0].\\ud800"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "param"), HALF_NAMES, ids=lambda value: ascii(value)[:40])
+def test_a_field_named_by_half_a_character_is_refused_like_any_other(reciter: Running, change: Any, param: str) -> None:
+    status, body, _ = post(reciter, "/v1/chat/completions", ASK | change)
+    error = body["error"]
+    assert (status, error["param"], error["code"]) == (400, param, "unknown_parameter")
+    assert error["message"] == f"unknown field {param}"
+
+
 COMPLETION_REFUSALS = [
     ({"suffix": "end"}, "suffix"),
     ({"best_of": 3}, "best_of"),
