@@ -467,6 +467,21 @@ def test_models_health_and_version(client: OpenAI, reciter: Running) -> None:
     assert get(reciter, "/version")[1]["system_fingerprint"] == health["system_fingerprint"]
 
 
+def test_a_replica_that_ends_sends_requests_elsewhere(serve_reciter: Callable[..., Running]) -> None:
+    running = serve_reciter(retry_after_s=3)
+    try:
+        assert get(running, "/readyz")[0] == 200
+        running.service.decode.stop()
+        for path, fields in (("/v1/chat/completions", ASK), ("/v1/completions", CONTINUE | {"stream": True})):
+            status, body, headers = post(running, path, fields)
+            assert (status, body["error"]["code"], headers["retry-after"]) == (503, "draining", "3")
+            assert headers["x-should-retry"] is None  # clients would not come back
+        assert get(running, "/readyz")[0] == get(running, "/healthz")[0] == 503
+        assert [(report.outcome, report.status) for report in running.reports.requests] == [("draining", 503)] * 2
+    finally:
+        running.close()
+
+
 def test_every_request_is_reported_once(client: OpenAI, reciter: Running) -> None:
     before = len(reciter.reports.requests)
     client.chat.completions.create(**ASK, max_tokens=6, extra_headers={"X-Request-ID": "mine-1"})
