@@ -65,10 +65,11 @@ class Completion:
             raise errors.bad_request(
                 f"method {request.graft.method!r} cannot be chosen here; allowed: {allowed}", "graft.method"
             )
-        num_answers = request.n * (1 if isinstance(request, ChatRequest) else len(request.prompts))
-        limit = self._service.decode.limit
+        num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
+        num_answers, limit = request.n * num_prompts, self._service.decode.limit
         if num_answers > limit:  # before prompts are tokenized, which others wait for too
-            raise errors.bad_request(f"{num_answers} answers are asked for at once, this server takes {limit}", "n")
+            param = "prompt" if num_prompts > limit else "n"
+            raise errors.bad_request(f"{num_answers} answers are asked for at once, this server takes {limit}", param)
         self._service.decode.refuse_new(num_answers)
         self._prompts = await self._token_ids(request)
         await self._make_answers(request)
@@ -86,12 +87,20 @@ class Completion:
         for prompt in request.prompts:
             prompts.append(await self._service.encode(prompt) if isinstance(prompt, str) else prompt)
             self._room(prompts[-1])  # before more is tokenized, or decoded for an echo
+            self._check_ids(prompts[-1])
         return prompts
+
+    def _check_ids(self, prompt: list[int]) -> None:
+        """Refuse ids outside the vocabulary here: the engine, which does too, does not know a request's fields."""
+        size = self._service.target.vocab_size
+        outside = next((token for token in prompt if not 0 <= token < size), None)
+        if outside is not None:
+            raise errors.bad_request(f"token id {outside} is outside the vocabulary of {size}", "prompt")
 
     async def _make_answers(self, request: ChatRequest | CompletionRequest) -> None:
         echoes = [""] * len(self._prompts)
         if isinstance(request, CompletionRequest) and request.echo:
-            echoes = [await self._echo(prompt) for prompt in self._prompts]
+            echoes = [await self._service.decode_text(prompt) for prompt in self._prompts]
         texts = self._service.token_texts
         self._answers = [
             Answer(number * request.n + choice, self._endpoint, texts, echoes[number])
@@ -100,12 +109,6 @@ class Completion:
         ]
         if request.graft.rounds:
             self._viewers = [self._service.new_viewer(request.stop) for _ in self._answers]
-
-    async def _echo(self, prompt: list[int]) -> str:
-        try:
-            return await self._service.decode_text(prompt)
-        except ValueError as error:
-            raise errors.bad_request(str(error), "prompt") from error
 
     def _submit(self, request: ChatRequest | CompletionRequest) -> None:
         seed = new_seed() if request.seed is None else request.seed

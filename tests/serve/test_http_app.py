@@ -321,7 +321,8 @@ COMPLETION_REFUSALS = [
     ({"best_of": 3}, "best_of"),
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
-    ({"prompt": [1, 99999]}, None),
+    ({"prompt": [1, 99999]}, "prompt"),
+    ({"prompt": [[1], [-1]], "echo": True}, "prompt"),
     ({"echo": True, "logprobs": 1}, "echo"),
     ({"logprobs": True}, "logprobs"),
     ({"messages": MESSAGES}, "messages"),
@@ -329,9 +330,18 @@ COMPLETION_REFUSALS = [
 
 
 @pytest.mark.parametrize(("change", "param"), COMPLETION_REFUSALS, ids=lambda value: str(value)[:40])
-def test_a_completion_is_refused_by_the_fields_name(reciter: Running, change: Any, param: str | None) -> None:
+def test_a_completion_is_refused_by_the_fields_name(reciter: Running, change: Any, param: str) -> None:
     status, body, _ = post(reciter, "/v1/completions", CONTINUE | change)
     assert (status, body["error"]["param"]) == (400, param)
+
+
+def test_the_first_token_id_outside_the_vocabulary_is_named(reciter: Running) -> None:
+    size = reciter.service.target.vocab_size
+    for token in (-1, size, 10**30):
+        for prompt in ([5, token], [[5], [size - 1, token, -7]]):
+            _, body, _ = post(reciter, "/v1/completions", CONTINUE | {"prompt": prompt})
+            assert body["error"]["message"] == f"token id {token} is outside the vocabulary of {size}"
+    assert post(reciter, "/v1/completions", CONTINUE | {"prompt": [0, size - 1], "max_tokens": 1})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -416,8 +426,10 @@ def test_too_many_prompts_are_refused_before_they_are_tokenized(
     reciter: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reciter.service, "encode", None)
-    status, body, _ = post(reciter, "/v1/completions", CONTINUE | {"prompt": ["a"] * 9})
-    assert status == 400 and body["error"]["message"].startswith("9 answers are asked for at once")
+    for prompts, n, param in ((9, 1, "prompt"), (9, 2, "prompt"), (8, 2, "n"), (1, 9, "n")):
+        status, body, _ = post(reciter, "/v1/completions", CONTINUE | {"prompt": ["a"] * prompts, "n": n})
+        assert (status, body["error"]["param"]) == (400, param)
+        assert body["error"]["message"].startswith(f"{prompts * n} answers are asked for at once")
 
 
 def test_a_full_server_refuses_before_it_tokenizes(reciter: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,7 +487,7 @@ def test_a_replica_that_ends_sends_requests_elsewhere(serve_reciter: Callable[..
         for path, fields in (("/v1/chat/completions", ASK), ("/v1/completions", CONTINUE | {"stream": True})):
             status, body, headers = post(running, path, fields)
             assert (status, body["error"]["code"], headers["retry-after"]) == (503, "draining", "3")
-            assert headers["x-should-retry"] is None  # clients would not come back
+            assert headers["x-should-retry"] is None  # for clients would not come back then
         assert get(running, "/readyz")[0] == get(running, "/healthz")[0] == 503
         assert [(report.outcome, report.status) for report in running.reports.requests] == [("draining", 503)] * 2
     finally:
