@@ -1,7 +1,8 @@
 """`graft serve`: one target behind an OpenAI-compatible endpoint on this machine, until Ctrl-C.
 
-Without a Ray cluster it starts one (`RayHead`); the application is deployed as `serve deploy` would, so that
-`graft promote --address` and Ray's own tools work with it. What it started, it stops.
+Unless it is told of a cluster (`--address`) it starts one of its own (`RayHead`), whatever else runs here; the
+application is deployed as `serve deploy` would, so that `graft promote --address` and Ray's own tools work with it.
+What it started, it stops.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from urllib.parse import urlsplit
 
 from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError, GraftError
@@ -176,8 +178,15 @@ def _folder(policy: str) -> str:
 
 
 def _say_where(request: ServeRequest, name: str, address: str) -> None:
-    host = "127.0.0.1" if request.host == "0.0.0.0" else request.host
-    url = f"http://{host}:{request.port}"
+    try:
+        options = applications.http_options(address)
+    except GraftError:  # it serves all the same
+        options = {}
+    # A cluster's Serve that ran before listens where it did, whatever was asked for now.
+    host, port = options.get("host") or request.host, options.get("port") or request.port
+    if host in ("0.0.0.0", "::"):
+        host = urlsplit(address).hostname  # any address of its machines, and the dashboard is on one
+    url = f"http://{host}:{port}"
     print(f"{name} is served at {url}/v1 (page: {url}/, health: {url}/healthz)", flush=True)
     print(f"Ray dashboard: {address}", flush=True)
     print("Ctrl-C ends it.", flush=True)

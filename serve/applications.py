@@ -140,6 +140,15 @@ def remove(address: str, name: str) -> None:
     _request(address, "PUT", {"applications": kept, **_settings(details)})
 
 
+def http_options(address: str) -> dict[str, Any]:
+    """Where Serve listens on the cluster, which is settled when it starts; empty while it does not say.
+
+    Raises:
+        ConfigError: the address is wrong.
+    """
+    return dict(_request(address, "GET").get("http_options") or {})
+
+
 def wait_until_running(address: str, name: str, timeout_s: float) -> ServedApplication:
     """Wait until an application serves.
 

@@ -1,5 +1,5 @@
-"""`graft serve` ends on Ctrl-C when running requests have finished, and on a second one without them; where it is told
-to, its replicas follow the registry's champion."""
+"""`graft serve` says where it serves. It ends on Ctrl-C when running requests have finished, on a second one without
+them. Where it is told to, its replicas follow the registry's champion."""
 
 from __future__ import annotations
 
@@ -47,6 +47,55 @@ def test_ctrl_c_waits_for_requests_unless_it_comes_again(
     assert run_serve(request) == 130
     assert told == ["deploy", "remove"] and signal.getsignal(signal.SIGINT) is before
     assert ("nobody waits for them" in capsys.readouterr().err) is not is_patient
+
+
+class Cluster:
+    """The dashboard of a cluster whose Serve listens where it was told to when it started."""
+
+    def __init__(self, http_options: dict[str, Any] | None) -> None:
+        self._settings = {} if http_options is None else {"http_options": http_options}
+        self._applications: dict[str, Any] = {}
+
+    def answer(self, address: str, method: str, content: Any = None) -> dict[str, Any]:
+        if method == "PUT":
+            wanted = content["applications"]
+            self._applications = {one["name"]: {"deployed_app_config": one, "status": "RUNNING"} for one in wanted}
+        return {"applications": self._applications} | self._settings
+
+
+def printed_by_serve(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `graft serve --address http://head:8265 --port 8000` prints until Ctrl-C."""
+    monkeypatch.setattr(applications, "_request", cluster.answer)
+    monkeypatch.setattr("jobs.serve_command.time.sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+    request = ServeRequest("smollm2-135m", "127.0.0.1", 8000, 1, None, (), None, "http://head:8265", None)
+    assert run_serve(request) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("http_options", "url"),
+    [
+        ({"host": "10.0.0.5", "port": 9000}, "http://10.0.0.5:9000"),
+        ({"host": "0.0.0.0", "port": 9000}, "http://head:9000"),  # the dashboard's machine is one that listens
+        (None, "http://127.0.0.1:8000"),
+    ],
+)
+def test_the_printed_address_is_where_the_cluster_listens(
+    http_options: Any, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Serve keeps the host and port that it was started with, whatever the command asks for."""
+    printed = printed_by_serve(Cluster(http_options), monkeypatch, capsys)
+    assert f"smollm2-135m is served at {url}/v1 (page: {url}/, health: {url}/healthz)" in printed
+
+
+def test_a_dashboard_that_does_not_say_where_it_listens_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def away(address: str) -> dict[str, Any]:
+        raise ConfigError("no Ray dashboard answers")
+
+    monkeypatch.setattr(applications, "http_options", away)
+    assert "is served at http://127.0.0.1:8000/v1" in printed_by_serve(Cluster(None), monkeypatch, capsys)
 
 
 def application(policy: str | None = None, followed_registry: str | None = None) -> dict[str, Any]:
