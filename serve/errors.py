@@ -125,7 +125,7 @@ def timed_out(limit_s: float) -> ApiError:
 
 
 def internal(message: str = "the server failed to decode this request", retry_after_s: int | None = None) -> ApiError:
-    """500: our fault; details are in the server's log under the request's id. None: trying again is useless."""
+    """500: our fault, with details in the server's log. `retry_after_s` None: trying again is useless."""
     return ApiError(
         500, message, kind="server_error", code="internal_error", outcome="error", retry_after_s=retry_after_s
     )
