@@ -6,6 +6,7 @@ import json
 import re
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from ray.serve.config import HTTPOptions
 from graft_dist.config import TargetConfig
 from jobs.ray_head import free_ports
 from serve.app import build
-from serve.metrics import SPECS
+from serve.metrics import SPECS, MetricSpec, ServingMetrics
 from serve.serve_args import ServeArgs
 from tests.serve.conftest import MODEL
 
@@ -96,6 +97,53 @@ def test_panels_do_not_overlap() -> None:
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
     assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+# ---- What is set without a cluster
+
+
+class Recorded:
+    """In place of Ray's metric: remembers values by tags."""
+
+    def __init__(self, spec: MetricSpec) -> None:
+        self.spec = spec
+        self.values: defaultdict[tuple[str, ...], float] = defaultdict(float)
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.values[self._tags(tags)] = value
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        self.values[self._tags(tags)] += value
+
+    def _tags(self, tags: dict[str, str]) -> tuple[str, ...]:
+        assert set(tags) == set(self.spec.tags)
+        return tuple(tags[name] for name in self.spec.tags)
+
+
+def test_a_policy_change_shows_the_version_in_force_and_whether_another_was_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: dict[str, Recorded] = {}
+
+    def make(spec: MetricSpec) -> Recorded:
+        return made.setdefault(spec.name.removeprefix("graft_serve_"), Recorded(spec))
+
+    monkeypatch.setattr("serve.metrics._make", make)
+    metrics = ServingMetrics()
+
+    def shown() -> tuple[float, float]:
+        return made["policy_version"].values[()], made["policy_refused"].values[()]
+
+    assert shown() == (0, 0)
+    metrics.policy_changed("v7", "why")
+    assert shown() == (7, 1)
+    metrics.policy_changed("v12", None)
+    assert shown() == (12, 0)
+    metrics.policy_changed("ddtree", "v12 is away")  # a label of no registered version
+    assert shown() == (0, 1)
+    assert made["policy_changes"].values == {
+        ("v7", "refused"): 1, ("v12", "in_force"): 1, ("ddtree", "refused"): 1
+    }  # fmt: skip
 
 
 # ---- The endpoint
