@@ -351,7 +351,7 @@ class DecodeThread:
             if isinstance(error, ValueError):
                 command.stream.deliver([errors.bad_request(str(error), None)])
             else:  # no memory for it, say: the others go on
-                logger.exception("a request could not be queued")
+                logger.exception("%s: the request could not be queued", command.submissions[0].request_id)
                 command.stream.deliver([errors.internal()])
             return
         for submission in command.submissions:
