@@ -73,9 +73,12 @@ class PolicyMaker:
         return DecodingPolicy(method, self._scorer, learned.budget_policy(cost), learned.num_candidates)
 
     def oracle(self, answer: KnownAnswer, budget: int) -> DecodingPolicy:
-        """The learned policy's trees of at most `budget` nodes, with budgets that know the answer. Raises as `make`."""
+        """The learned policy's trees of at most `budget` nodes, with budgets that know the answer. Raises as `make`.
+
+        Every round is drafted: whether to rest is judged by past rounds, which know nothing of this answer.
+        """
         learned = self._known_policy("oracle")
-        chosen = UtilityBudget(answer, self.cost, budget, "price")
+        chosen = UtilityBudget(answer, self.cost, budget, "price", may_rest=False)
         return DecodingPolicy("oracle", self._scorer, chosen, learned.num_candidates)
 
     @cached_property
