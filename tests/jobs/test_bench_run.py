@@ -11,10 +11,14 @@ from typing import Any
 
 from graft_dist.bench import Arm, Measurement, SummaryRow
 from graft_dist.config import TargetConfig
+from graft_dist.drafter import fingerprint, read_config, read_tensors
+from graft_dist.hardware import describe_hardware
 from graft_dist.prompts import Prompt
+from graft_dist.target import Target
 from jobs.bench_plan import BenchPlan, Cell, Group
 from jobs.bench_run import BenchRun, best_budgets, render_table
 from jobs.bench_worker import BenchWorker
+from tests.graft_dist.policies import CURVE, make_policy, random_network
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = BenchPlan.model_validate(
@@ -81,6 +85,43 @@ def test_every_cell_is_tuned_frozen_measured_and_verified(tiny_config: TargetCon
 
     (cells["t1-b1"] / "frozen.json").write_text('{"ddtree": 9}')
     assert any("frozen.json" in line for line in differences(cells["t1-b1"]))
+
+
+def test_a_learned_policy_takes_part_with_its_own_budgets_a_frozen_one_and_the_oracles(
+    tiny_config: TargetConfig, tiny_llama: Target, tiny_drafter_folder: Path, tmp_path: Path
+) -> None:
+    policy = make_policy(
+        random_network(tiny_llama.hidden_size, 4),
+        target_fingerprint=tiny_llama.fingerprint,
+        drafter_fingerprint=fingerprint(read_config(tiny_drafter_folder), read_tensors(tiny_drafter_folder)[0]),
+        cost_curves={describe_hardware(tiny_llama.dtype_name, tiny_llama.device): CURVE},
+    )
+    methods = ("plain", "ddtree", "graft", "graft-fixed", "oracle")
+    plan = PLAN.model_copy(
+        update={"methods": methods, "warmup": 0, "policy": str(policy.save(tmp_path / "policy")), "max_new_tokens": 12}
+    )
+    run = BenchRun(
+        plan=plan, config=tiny_config, worker=BenchWorker(tiny_config, plan, 1), measured=prompts("m", 2),
+        tuning=prompts("t", 2), out=tmp_path / "out", say=lambda line: None,
+    )  # fmt: skip
+    assert run.run() == 0
+    cells = {folder.name: folder for folder in (tmp_path / "out" / tiny_config.slug).iterdir()}
+    assert sorted(cells) == ["t0-b1", "t0-b2", "t1-b1", "t1-b2"]
+    for name, folder in cells.items():
+        frozen = json.loads((folder / "frozen.json").read_text())
+        assert frozen.keys() == {"ddtree", "graft-fixed"} and frozen["graft-fixed"] in plan.budgets
+        own = {("graft", policy.max_budget), ("graft-fixed", frozen["graft-fixed"])}
+        own |= {("oracle", policy.max_budget)} if name.endswith("b1") else set()  # it reads one answer
+        rows = read_lines(folder / "raw.jsonl")
+        assert {(row["method"], row["budget"]) for row in rows} == {("plain", 0), ("ddtree", frozen["ddtree"])} | own
+        outputs = read_lines(folder / "outputs.jsonl")
+        for prompt_id in {row["prompt_id"] for row in outputs}:
+            assert len({row["output_sha256"] for row in outputs if row["prompt_id"] == prompt_id}) == 1
+        assert any(row["num_drafted"] for row in outputs if row["method"] == "graft-fixed")
+        compared = {(row["arm"], row["rival"]) for row in read_lines(folder / "comparisons.jsonl")}
+        rival = f"ddtree-{frozen['ddtree']}"
+        assert compared == {("graft", rival), (f"graft-fixed-{frozen['graft-fixed']}", rival)}
+        assert json.loads((folder / "run.json").read_text())["settings"]["policy_fingerprint"] == policy.fingerprint
 
 
 def test_a_run_that_was_stopped_measures_only_what_is_missing(tiny_config: TargetConfig, tmp_path: Path) -> None:
