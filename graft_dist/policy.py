@@ -162,6 +162,7 @@ class DataIdentity:
     num_decoded_rounds: int
     num_dense_rounds: int
     num_held_out_rounds: int  # of both kinds, of prompts that the edge scorer was not fitted on
+    cost_run_ids: tuple[str, ...] = ()  # whose timed rounds the cost curves are of; empty: not written down
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -142,6 +149,15 @@ class DataPart(_Part):
     num_decoded_rounds: int
     num_dense_rounds: int
     num_held_out_rounds: int
+    cost_run_ids: tuple[str, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_unknown_runs(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Older policies do not have these runs, and have to keep their text, whose hash names them."""
+        content: dict[str, Any] = dump(self)
+        if not self.cost_run_ids:
+            del content["cost_run_ids"]
+        return content
 
 
 class PolicyPart(_Part):

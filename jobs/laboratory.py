@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from graft_dist.cost_curve import CostCurve
@@ -133,7 +133,7 @@ def _costs_on(rounds: Callable[[], Iterator[Timed]], is_first: bool) -> CostFits
                 break
             fits = fit_costs(timed.rounds, timed.label, min_rounds)
             if fits is not None:
-                return fits
+                return replace(fits, run_ids=timed.run_ids)
     return None
 
 

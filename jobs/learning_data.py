@@ -17,6 +17,7 @@ from graft_dist.config import TargetConfig
 from graft_dist.draft_head import read_draft_vocabulary
 from graft_dist.drafter import checkpoint_folder, fingerprint, read_config, read_tensors
 from graft_dist.errors import StoreError
+from graft_dist.learning.saba import CostFits
 from graft_dist.policy import DataIdentity
 from graft_dist.prompt_text import PromptReader
 from graft_dist.prompts import LearningSplit, is_held_out, learning_split
@@ -70,9 +71,8 @@ class LearningData:
         first = set(sorted(set(names.values()))[::2])
         return [{key: name for key, name in names.items() if (name in first) == side} for side in (True, False)]
 
-    @property
-    def identity(self) -> DataIdentity:
-        """What a policy keeps of it."""
+    def identity(self, costs: Iterable[CostFits]) -> DataIdentity:
+        """What a policy keeps of it, and of the rounds that its costs were fitted to, which may be of more runs."""
         every = [sequence for split in SPLITS for sequence in self.splits[split]]
         return DataIdentity(
             store=self.snapshot.name,
@@ -82,6 +82,7 @@ class LearningData:
             num_decoded_rounds=sum(sequence.num_decoded for sequence in every),
             num_dense_rounds=sum(sequence.num_dense for sequence in every),
             num_held_out_rounds=self.num_rounds("tune", "test"),
+            cost_run_ids=tuple(sorted({run_id for one in costs for run_id in one.run_ids})),
         )
 
 

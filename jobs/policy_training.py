@@ -111,7 +111,7 @@ def run(request: PolicyRequest) -> int:
     registry = Registry(request.tracking_uri)
     tracked = TrackedRun.open(registry, request.config.slug, pinned.run_id, request.settings)
     pinned.keep(snapshot, data.drafter_fingerprint, tracked.run_id)
-    tracked.log_data(data, request.store)
+    tracked.log_data(data, data.identity(costs), request.store)
     embeddings = read_embeddings(request.config.target, revision=request.config.revision)
     network, looks = _fit(request, data, embeddings, pinned.identity)
     scorers: dict[str, EdgeScorer] = {
@@ -205,13 +205,13 @@ def _policy(request: PolicyRequest, data: LearningData, network: TdesNetwork, re
         num_candidates=data.shape.width,
         max_budget=request.max_budget,
         cost_curves={fits.hardware: fits.best.curve for fits in report.costs},
-        data=data.identity,
+        data=data.identity(report.costs),
         metrics=report.metrics,
     )
 
 
 def _tags(data: LearningData, policy: GraftPolicy) -> dict[str, str]:
-    identity = data.identity
+    identity = policy.data
     return {
         SPEC_TAG: data.source.target_spec,
         "graft.target_fingerprint": data.source.target_fingerprint,
@@ -220,6 +220,7 @@ def _tags(data: LearningData, policy: GraftPolicy) -> dict[str, str]:
         "graft.software": policy.software,
         "graft.data": identity.store,
         "graft.data_runs": ",".join(identity.run_ids)[:4000],
+        "graft.cost_runs": ",".join(identity.cost_run_ids)[:4000],
         "graft.num_sequences": str(identity.num_sequences),
         "graft.num_decoded_rounds": str(identity.num_decoded_rounds),
         "graft.num_dense_rounds": str(identity.num_dense_rounds),

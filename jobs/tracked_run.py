@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from graft_dist.learning.tdes import Evaluation
+from graft_dist.policy import DataIdentity
 from jobs.cluster import job_id
 from jobs.learning_data import SPLITS, LearningData
 from jobs.provenance import provenance
@@ -45,11 +46,10 @@ class TrackedRun:
             registry.client.log_batch(run, params=[Param(name, str(value)) for name, value in params.items()])
         return cls(registry, run)
 
-    def log_data(self, data: LearningData, root: str) -> None:
+    def log_data(self, data: LearningData, identity: DataIdentity, root: str) -> None:
         """The data set: which versions of which store, and how much of it was used for what."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        identity = data.identity
         profile = {
             split: {
                 "sequences": len(data.splits[split]),
@@ -59,7 +59,13 @@ class TrackedRun:
             for split in SPLITS
         }
         # A digest of both, for MLflow takes data sets of one name and digest for one, and shows the first one's source.
-        source = {"store": root, "snapshot": identity.store, "runs": identity.run_ids, "shards": identity.num_shards}
+        source = {
+            "store": root,
+            "snapshot": identity.store,
+            "runs": identity.run_ids,
+            "cost_runs": identity.cost_run_ids,
+            "shards": identity.num_shards,
+        }
         dataset = Dataset(
             name=f"rounds of {data.source.target_spec}"[:500],
             digest=hashlib.sha256(json.dumps([source, profile]).encode()).hexdigest()[:36],

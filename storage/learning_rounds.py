@@ -293,6 +293,7 @@ class Timed:
     hardware: str
     batch_size: int
     rounds: TimedRounds
+    run_ids: tuple[str, ...]  # that recorded them
 
     @property
     def label(self) -> str:
@@ -349,7 +350,8 @@ def timed_rounds(
                    (draft_ns + build_ns + verify_ns + commit_ns) / batch_size / 1e6 AS round_ms,
                    (verify_ns + commit_ns) / batch_size / 1e6 AS undrafted_ms,
                    context_length::BIGINT AS context_length,
-                   hash(sequence_id)::UBIGINT AS sequence_key
+                   hash(sequence_id)::UBIGINT AS sequence_key,
+                   rounds.run_id AS run_id
                FROM rounds JOIN sequences USING (unit_id, attempt, sequence_id)
                    LEFT JOIN first USING (unit_id, attempt, sequence_id)
                WHERE rounds.target = $target AND kind = 'decoded' AND hardware = $hardware AND batch_size = $size
@@ -367,7 +369,8 @@ def timed_rounds(
             },
         ).to_arrow_table()
         columns = ("budget", "round_ms", "undrafted_ms", "context_length", "sequence_key")
-        yield Timed(hardware, batch_size, TimedRounds(*(table[name].to_numpy() for name in columns)))
+        run_ids = tuple(sorted(table["run_id"].unique().to_pylist()))
+        yield Timed(hardware, batch_size, TimedRounds(*(table[name].to_numpy() for name in columns)), run_ids)
 
 
 _INT_LISTS = ("tree_tokens", "tree_parents", "tree_depths", "target_tokens", "accepted", "followed")

@@ -431,6 +431,7 @@ class CostFits:
     fits: tuple[CostFit, ...]
     num_rounds: int
     num_left_out: int
+    run_ids: tuple[str, ...] = ()  # of the rounds, where they are a store's
 
     @property
     def best(self) -> CostFit:

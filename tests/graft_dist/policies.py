@@ -11,7 +11,7 @@ from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import TdesConfig, TdesNetwork
 from graft_dist.policy import DataIdentity, GraftPolicy
 
-DATA = DataIdentity("sequences@3+rounds@3", ("run-1", "run-2"), 4, 20, 300, 900, 120)
+DATA = DataIdentity("sequences@3+rounds@3", ("run-1", "run-2"), 4, 20, 300, 900, 120, ("run-2", "run-3"))
 CURVE = CostCurve((0, 1, 8, 64), (10.0, 12.0, 13.0, 30.0), "hand", token_ms=0.01)
 
 

@@ -31,9 +31,10 @@ def store_of(root: Path, num_alone: int, num_shared: int, hardware: str = "cpu")
         ]
     sequences = [make_sequence(f"s{number}", 1 + 2 * (num_alone + num_shared)) for number in range(25)]
     store = TrajectoryStore(root)
-    turn = store.begin("run", "tiny", DATASET)
-    key = UnitKey(unit_id=f"u-{hardware}", attempt="a", run_id="run")
-    store.commit(store.write_unit(key, replace(PROVENANCE, hardware=hardware), sequences, rounds), "run", turn)
+    run_id = f"run-{hardware}"
+    turn = store.begin(run_id, "tiny", DATASET)
+    key = UnitKey(unit_id=f"u-{hardware}", attempt="a", run_id=run_id)
+    store.commit(store.write_unit(key, replace(PROVENANCE, hardware=hardware), sequences, rounds), run_id, turn)
     return SimpleNamespace(snapshot=None, drafter_fingerprint="d-1", shape=RoundShape(2, 3))
 
 
@@ -54,6 +55,7 @@ def test_every_hardware_has_costs_of_its_own(tmp_path: Path) -> None:
     costs = recorded_costs(data, str(tmp_path), "tiny")
     # Shares of batches are nobody's costs but the first's.
     assert [(each.hardware, each.num_rounds) for each in costs] == [("fast", 150), ("slow", 100)]
+    assert [each.run_ids for each in costs] == [("run-fast",), ("run-slow",)]
 
 
 def test_the_hardware_with_most_rounds_alone_goes_first_even_with_few(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def folder(
     write_store(path / "store", tiny_config, tiny_llama, drafter)
     # The same prompts and sequence ids, decoded with the drafter before: nothing of it may be mixed in.
     write_store(path / "store", tiny_config, tiny_llama, "0123456789abcdef", run_id="run-0", num_prompts=10, slower=50)
+    # Prompts that the drafter may know, alone: what their rounds cost is as good as any.
+    write_store(path / "store", tiny_config, tiny_llama, drafter, run_id="run-2", num_prompts=2)
     return path
 
 
@@ -74,7 +76,7 @@ def test_it_learns_registers_and_does_nothing_twice(
     tiny_config: TargetConfig,
 ) -> None:
     out, printed = learned
-    assert "left out: 2 sequences of prompts that the drafter may know, 0 whose" in printed
+    assert "left out: 4 sequences of prompts that the drafter may know, 0 whose" in printed
     assert "cannot be read back, 10 of other drafters" in printed
     assert "fit: 20 prompts" in printed and "chosen on the tune split: tdes, " in printed
     policy = GraftPolicy.load(out / "policy")
@@ -82,6 +84,7 @@ def test_it_learns_registers_and_does_nothing_twice(
     assert list(policy.cost_curves) == ["test CPU, 1 thread, float32"]
     assert max(policy.cost_curves["test CPU, 1 thread, float32"].round_ms) < 10
     assert policy.data.num_sequences == 40 and policy.data.run_ids == ("run-1",)
+    assert policy.data.cost_run_ids == ("run-1", "run-2")
     metrics = policy.metrics
     assert metrics["tdes_mat_8"] > 1.2 * metrics["ddtree_mat_8"]
     assert metrics["tdes_mismatch_rate_8"] < metrics["ddtree_mismatch_rate_8"]
@@ -97,11 +100,14 @@ def test_it_learns_registers_and_does_nothing_twice(
     (version,) = registry.versions(tiny_config.slug)
     assert version.aliases == (CHALLENGER,) and version.metrics == metrics
     assert version.tags["graft.policy_fingerprint"] == policy.fingerprint
+    assert (version.tags["graft.data_runs"], version.tags["graft.cost_runs"]) == ("run-1", "run-1,run-2")
     assert GraftPolicy.load(registry.fetch(tiny_config.slug, version.version)).fingerprint == policy.fingerprint
     run = registry.client.get_run(version.run_id)
     assert run.info.status == "FINISHED" and run.data.params["weight_decay"] == "0.01"
     (given,) = (each.dataset for each in run.inputs.dataset_inputs)
-    assert json.loads(given.source)["snapshot"] == policy.data.store
+    source = json.loads(given.source)
+    assert (source["snapshot"], source["runs"]) == (policy.data.store, ["run-1"])
+    assert source["cost_runs"] == ["run-1", "run-2"]
     history = registry.client.get_metric_history(version.run_id, "fit_held_out_kl")
     assert [point.step for point in history][:2] == [0, 10]
     assert {file.path for file in registry.client.list_artifacts(version.run_id)} == {"plots", "report.json"}
@@ -236,7 +242,7 @@ def test_two_workers_one_of_them_killed_learn_what_one_process_learns(
         (["--config", "smollm2-135m"], "to learn from: it holds rounds of"),
         (["--config", "{p}/other.yaml"], "the configuration's drafter is"),
         (["--config", "{p}/retrained.yaml"], "the configuration's target is"),
-        (["--config", "{p}/system.yaml"], "none of the 42 sequences can be learned from"),
+        (["--config", "{p}/system.yaml"], "none of the 44 sequences can be learned from"),
         (["--min-rounds", "100000"], "--min-rounds asks for 100000"),
         (["--workers", "-1"], "workers is -1"),
         (["--max-budget", "5000"], "max-budget is 5000"),

@@ -151,7 +151,7 @@ def test_timings_of_the_busiest_hardware(root: Path) -> None:
         assert timed_hardware(connection, "tiny", "d-1", SHAPE) == ["cpu"]
         assert timed_hardware(connection, "large", "d-1", SHAPE) == []
         assert list(timed_rounds(connection, "tiny", "d-1", SHAPE, "gpu")) == []
-    assert (timed.hardware, timed.batch_size, timed.label) == ("cpu", 1, "cpu")
+    assert (timed.hardware, timed.batch_size, timed.label, timed.run_ids) == ("cpu", 1, "cpu", ("run",))
     assert rows_of(timed) == [(0, 5.0, 4.9, 12), (4, 10.0, 8.9, 13)]
 
 
