@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from mlflow.types import DataType
 from safetensors.torch import load_file
 
 from graft_dist.config import TargetConfig
@@ -28,7 +29,7 @@ from jobs.scorer_training import ScorerPlan
 from jobs.train import main, parser, request_from
 from storage import TrajectoryStore
 from storage.registered_model import write_model
-from storage.registry import CHALLENGER, Registry
+from storage.registry import CHALLENGER, Registry, model_name
 from tests.conftest import save_tiny_model
 from tests.jobs.learning_store import NUM_HIDDEN, write_store
 
@@ -148,6 +149,22 @@ def test_mlflow_itself_can_score_edges(
     scores = model.predict(pd.DataFrame({"parent": [10, 10], "child": [11, 12], "depth": [1, 2]}))
     assert scores == pytest.approx(expected.tolist(), abs=1e-5)
     assert len(set(scores)) == 2
+
+
+@pytest.mark.slow
+def test_mlflow_itself_loads_the_registered_challenger_with_its_signature_and_example(
+    folder: Path, learned: tuple[Path, str], tiny_config: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+        monkeypatch.setenv(name, f"sqlite:///{folder / 'mlflow.db'}")
+    model = mlflow.pyfunc.load_model(f"models:/{model_name(tiny_config.slug)}@{CHALLENGER}")
+    signature = model.metadata.signature
+    assert signature.inputs.input_types() == [DataType.long] * 3
+    assert (signature.outputs.input_names(), signature.outputs.input_types()) == (["score"], [DataType.double])
+    example = model.input_example
+    assert list(example) == signature.inputs.input_names() == ["parent", "child", "depth"]
+    scores = model.predict(example)
+    assert len(scores) == len(example) == 2 and len(set(scores)) == 2
 
 
 def killed_once(folder: Path) -> Callable[[ScorerPlan, torch.Tensor], None]:
