@@ -16,12 +16,14 @@ from graft_dist.budget import (
     ExploringBudget,
     FixedBudget,
     Form,
+    GainModel,
+    PowerGain,
     StateCalibration,
     UtilityBudget,
 )
 from graft_dist.cost_curve import CostCurve
 from graft_dist.draft_tree import DraftTree, build_tree, build_trees
-from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, TdesConfig, TdesNetwork, TdesScorer
+from graft_dist.edge_scorer import EdgeScorer, MarginalScorer, Reading, TdesConfig, TdesNetwork, TdesScorer
 from graft_dist.policy import DecodingPolicy
 from graft_dist.replay import (
     ALL_TASKS,
@@ -406,16 +408,25 @@ def test_replay_of_one_run_is_another_run_at_the_same_positions(
 STATE = StateCalibration((0.4, -0.2, 0.1), (-6.0, -2.0, 0.0, 1.0), (0.01, 0.2, 0.6, 0.9))
 
 
+# Weights of about the size of fitted ones, under which a round's history and degeneration change its budget.
+POWER = PowerGain((-1.0, 1.0, 0.3, 0.1), (-0.5, 0.4, -0.2, 0.1), 2.0)
+
+
 @pytest.mark.parametrize("form", ["ratio", "price"])
-@pytest.mark.parametrize("gain", [AcceptanceGain(), AcceptanceGain(STATE)], ids=["raw", "state"])
+@pytest.mark.parametrize("gain", [AcceptanceGain(), AcceptanceGain(STATE), POWER], ids=["raw", "state", "power"])
+@pytest.mark.parametrize("reading", ["conditional", "sum"])
 def test_replay_finds_the_budgets_that_a_gated_scorer_and_costs_led_to(
-    form: Form, gain: AcceptanceGain, live: Callable[..., list[tuple]], tiny_target: Callable[[str], Target]
+    form: Form,
+    gain: GainModel,
+    reading: Reading,
+    live: Callable[..., list[tuple]],
+    tiny_target: Callable[[str], Target],
 ) -> None:
     """One sequence after the other: what stands together in a batch shares its budget, and replay has no batches."""
     hidden_size = tiny_target("llama").hidden_size
     network = random_network(8, 5, gate_hidden=hidden_size, reliance=True)
     embeddings = torch.randn(TINY_VOCAB_SIZE, 8, generator=torch.Generator().manual_seed(1))
-    scorer = TdesScorer(network, embeddings)
+    scorer = TdesScorer(network, embeddings, reading)
     curve = CostCurve((0, 1, 8, 40), (10.0, 12.0, 13.0, 24.0), "by hand", token_ms=0.01)
     asked, again = (UtilityBudget(gain, curve, 40, form, may_rest=False) for _ in range(2))
     run = live(DecodingPolicy("live", scorer, asked, num_candidates=6), max_slots=1, projection=torch.eye(hidden_size))
