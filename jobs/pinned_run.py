@@ -59,17 +59,21 @@ class PinnedRun:
             raise ConfigError(f"{out} holds a run with other settings; choose another --out folder")
         return cls(out, store, identity, settings, known)
 
-    def keep(self, snapshot: Snapshot, drafter_fingerprint: str, run_id: str | None = None) -> None:
-        """Write down what the next start goes on with, and keep its rows in the store until `release`.
-
-        Raises:
-            ConfigError: the run was begun with another drafter, which had the same name.
-        """
+    def check(self, drafter_fingerprint: str) -> None:
+        """Refuse another drafter than the run was begun with, which had the same name. Raises ConfigError."""
         if self._drafter not in (None, drafter_fingerprint):
             raise ConfigError(
                 f"{self._out} holds a run with drafter {self._drafter}, and the configuration's is now "
                 f"{drafter_fingerprint}; choose another --out folder"
             )
+
+    def keep(self, snapshot: Snapshot, drafter_fingerprint: str, run_id: str | None = None) -> None:
+        """Write down what the next start goes on with, and keep its rows in the store until `release`.
+
+        Raises:
+            ConfigError: as `check`.
+        """
+        self.check(drafter_fingerprint)
         self.run_id = run_id
         known = {
             "identity": self.identity,

@@ -7,6 +7,7 @@ same command goes on where it ended and learns from the same rows.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,7 @@ from graft_dist.edge_scorer import (
     hidden_projection,
 )
 from graft_dist.errors import ConfigError
+from graft_dist.learning.saba import CostFits
 from graft_dist.learning.tdes import Evaluation, TdesTraining
 from graft_dist.policy import GraftPolicy
 from graft_dist.target import read_embeddings
@@ -108,10 +110,24 @@ def run(request: PolicyRequest) -> int:
     costs = recorded_costs(data, request.store, request.config.slug)
     for one in costs:
         say(f"cost of rounds on {one.hardware}: {one.best.name}, {one.best.error_ms:.2f} ms off on held-out rounds")
+    pinned.check(data.drafter_fingerprint)  # before a run that has ended in MLflow is taken up for nothing
     registry = Registry(request.tracking_uri)
-    tracked = TrackedRun.open(registry, request.config.slug, pinned.run_id, request.settings)
-    pinned.keep(snapshot, data.drafter_fingerprint, tracked.run_id)
-    tracked.log_data(data, data.identity(costs), request.store)
+    with TrackedRun.open(registry, request.config.slug, pinned.run_id, request.settings) as tracked:
+        pinned.keep(snapshot, data.drafter_fingerprint, tracked.run_id)
+        tracked.log_data(data, data.identity(costs), request.store)
+        _learn(request, data, costs, pinned, registry, tracked)
+    pinned.release()
+    return 0
+
+
+def _learn(
+    request: PolicyRequest,
+    data: LearningData,
+    costs: Sequence[CostFits],
+    pinned: PinnedRun,
+    registry: Registry,
+    tracked: TrackedRun,
+) -> None:
     embeddings = read_embeddings(request.config.target, revision=request.config.revision)
     network, looks = _fit(request, data, embeddings, pinned.identity)
     scorers: dict[str, EdgeScorer] = {
@@ -144,9 +160,6 @@ def run(request: PolicyRequest) -> int:
             run_id=tracked.run_id,
         )
         say(f"{model_name(request.config.slug)} version {version} is the challenger in {request.tracking_uri}")
-    tracked.finish()
-    pinned.release()
-    return 0
 
 
 def _say_data(data: LearningData) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from graft_dist.errors import RegistryError
 from graft_dist.learning.tdes import Evaluation
 from graft_dist.policy import DataIdentity
 from jobs.cluster import job_id
@@ -27,24 +29,24 @@ class TrackedRun:
         self._registry, self._client, self.run_id = registry, registry.client, run_id
 
     @classmethod
-    def open(cls, registry: Registry, slug: str, run_id: str | None, params: Mapping[str, Any]) -> TrackedRun:
-        """Go on with run `run_id`, where it is known, or make a new one with these parameters."""
-        if run_id is not None and _is_known(registry, run_id):
-            return cls(registry, run_id)
-        about = provenance()
-        tags = {
-            "graft.target": slug,
-            "graft.commit": str(about["commit"]),
-            "graft.versions": json.dumps(about["versions"]),
-            "graft.ray_submission_id": job_id() or "",
-        }
-        from mlflow.entities import Param
+    @contextmanager
+    def open(cls, registry: Registry, slug: str, run_id: str | None, params: Mapping[str, Any]) -> Iterator[TrackedRun]:
+        """Go on with run `run_id`, where it is known, or make a new one with these parameters.
 
-        experiment = registry.experiment(slug)
-        with registry.writing():
-            run = registry.client.create_run(experiment, run_name=f"policy of {slug}", tags=tags).info.run_id
-            registry.client.log_batch(run, params=[Param(name, str(value)) for name, value in params.items()])
-        return cls(registry, run)
+        It is marked as running inside; then as finished, or as failed or killed by the error that went through.
+        """
+        is_known = run_id is not None and _is_known(registry, run_id)
+        tracked = cls(registry, run_id if run_id is not None and is_known else _new_run(registry, slug))
+        try:
+            if is_known:
+                tracked._resume()
+            else:
+                tracked._log_params(params)
+            yield tracked
+        except BaseException as error:
+            tracked._give_up("FAILED" if isinstance(error, Exception) else "KILLED")
+            raise
+        tracked._end("FINISHED")
 
     def log_data(self, data: LearningData, identity: DataIdentity, root: str) -> None:
         """The data set: which versions of which store, and how much of it was used for what."""
@@ -78,23 +80,64 @@ class TrackedRun:
             self._client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [tag])])
 
     def log_results(self, metrics: Mapping[str, float], looks: Sequence[Evaluation], files: Sequence[Path]) -> None:
-        """Curves of the fit, final numbers, plots and the report."""
+        """Curves of the fit, final numbers, plots and the report; what an earlier start has logged is left out."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         rows = [Metric(name, value, now, 0) for name, value in metrics.items()]
         rows += [Metric("fit_held_out_kl", look.held_out_kl, now, look.step) for look in looks]
         rows += [Metric("fit_loss", look.loss, now, look.step) for look in looks[1:]]
+        known = self._logged("fit_held_out_kl", "fit_loss")
+        rows = [row for row in rows if (row.key, row.step, row.value) not in known]
         with self._registry.writing():
             for start in range(0, len(rows), 500):
                 self._client.log_batch(self.run_id, metrics=rows[start : start + 500])
             for file in files:
                 self._client.log_artifact(self.run_id, str(file), "plots" if file.suffix == ".png" else None)
 
-    def finish(self) -> None:
-        """Mark the run as finished."""
+    def _logged(self, *curves: str) -> set[tuple[str, int, float]]:
+        """Name, step and value of all that some curves hold, and of the last of every other number."""
+        with self._registry.said("read"):
+            last = self._client.get_run(self.run_id).data.metrics
+            found = {(name, 0, value) for name, value in last.items() if name not in curves}
+            for name in curves:
+                found |= {(name, each.step, each.value) for each in self._client.get_metric_history(self.run_id, name)}
+        return found
+
+    def _log_params(self, params: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
         with self._registry.writing():
-            self._client.set_terminated(self.run_id)
+            self._client.log_batch(self.run_id, params=[Param(name, str(value)) for name, value in params.items()])
+
+    def _resume(self) -> None:
+        with self._registry.writing():
+            self._client.update_run(self.run_id, status="RUNNING")
+
+    def _end(self, status: str) -> None:
+        with self._registry.writing():
+            self._client.set_terminated(self.run_id, status=status)
+
+    def _give_up(self, status: str) -> None:
+        """End it without hiding the error that is on its way."""
+        try:
+            self._end(status)
+        except RegistryError as error:
+            print(f"MLflow's run {self.run_id} is not marked as {status.lower()}: {error}", flush=True)
+
+
+def _new_run(registry: Registry, slug: str) -> str:
+    about = provenance()
+    tags = {
+        "graft.target": slug,
+        "graft.commit": str(about["commit"]),
+        "graft.versions": json.dumps(about["versions"]),
+        "graft.ray_submission_id": job_id() or "",
+    }
+    experiment = registry.experiment(slug)
+    with registry.writing():
+        run: str = registry.client.create_run(experiment, run_name=f"policy of {slug}", tags=tags).info.run_id
+    return run
 
 
 def _is_known(registry: Registry, run_id: str) -> bool:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import fingerprint, read_config, read_tensors
+from graft_dist.errors import StoreError
 from graft_dist.learning.drafter import worker
 from graft_dist.learning.tdes import Evaluation, TdesTrainer
 from graft_dist.policy import GraftPolicy
@@ -119,8 +120,29 @@ def test_it_learns_registers_and_does_nothing_twice(
     assert "the edge scorer is fitted already" in again
     assert f"{version.name} version 1 is the challenger" in again
     assert len(registry.versions(tiny_config.slug)) == 1
+    run_again = registry.client.get_run(version.run_id)
+    assert run_again.info.status == "FINISHED" and run_again.data.metrics == run.data.metrics
+    assert registry.client.get_metric_history(version.run_id, "fit_held_out_kl") == history, "logged twice"
+    assert len(registry.client.get_metric_history(version.run_id, "held_out_kl")) == 1
+    assert len(run_again.inputs.dataset_inputs) == 1
     assert main(arguments(folder, out, "--width", "8")) == 2
     assert "holds a run with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"), [(StoreError("no rows"), 2, "FAILED"), (KeyboardInterrupt(), 130, "KILLED")]
+)
+def test_a_run_that_breaks_off_does_not_stand_there_as_running(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, status: str
+) -> None:
+    def broken(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("jobs.policy_training.fit_scorer", broken)
+    assert main(arguments(folder, tmp_path / "run")) == code
+    run_id = json.loads((tmp_path / "run" / "run.json").read_text())["run_id"]
+    registry = Registry(f"sqlite:///{folder / 'mlflow.db'}", tmp_path / "cache")
+    assert registry.client.get_run(run_id).info.status == status
 
 
 @pytest.mark.slow
