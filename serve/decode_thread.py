@@ -152,12 +152,12 @@ class DecodeThread:
         self._recorded: set[str] = set()  # sequences whose rounds an observer wants; decode thread only
         self._count_lock = threading.Lock()
         self._num_sequences = 0
-        self._open: set[RequestStream] = set()  # that somebody reads; event loop only
+        self._open: set[RequestStream] = set()  # that somebody reads
         # Requests may be named by their senders, and sequences of all threads come together in one store.
         self._name = uuid.uuid4().hex[:12]
         self._numbers = itertools.count()
         self._beat = time.monotonic()
-        self._silence: tuple[float, float] | None = None  # the last beat when `check` found it stuck, and when that was
+        self._silent_beat: float | None = None  # the last one when `check` found the loop stuck
         self._failure: BaseException | None = None
         self._is_stopping = False
         self._rest = 0  # rounds without a draft that the next failure costs, half of it
@@ -250,8 +250,8 @@ class DecodeThread:
     def check(self) -> None:
         """Raise RuntimeError when the loop is dead, or has not come round for too long.
 
-        Found so twice, some time apart and without a round between, it is given up: all requests get an error, and
-        there are no new ones. (The first time, the whole process may just have been stopped for a while.)
+        If it still has not come round a little later, it is given up: all requests get an error, and there are no new
+        ones. (Not at once: the whole process may just have been stopped for a while.)
         """
         if self._failure is not None:
             raise RuntimeError(f"the decode thread has failed: {self._failure!r}")
@@ -259,13 +259,13 @@ class DecodeThread:
             raise RuntimeError("the decode thread has ended")
         silent_s = time.monotonic() - self._beat
         if silent_s > self._stuck_after_s:
-            stuck = RuntimeError(f"the decode thread is stuck: no round for {silent_s:.0f} s")
-            now = time.monotonic()
-            if self._silence is None or self._silence[0] != self._beat:
-                self._silence = self._beat, now
-            elif now - self._silence[1] > _SURE_S:
-                self._give_up(stuck)
-            raise stuck
+            if self._silent_beat != self._beat:
+                self._silent_beat = self._beat
+                # Not left to the next `check`: Serve asks no more once it has decided to replace a replica.
+                later = threading.Timer(_SURE_S, self._look_again, args=(self._beat,))
+                later.daemon = True
+                later.start()
+            raise RuntimeError(f"the decode thread is stuck: no round for {silent_s:.0f} s")
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; requests that still run get an error. From any thread."""
@@ -282,9 +282,12 @@ class DecodeThread:
         if self._num_sequences + count > self.limit:
             raise errors.busy(self._num_sequences, self.limit, self._retry_after_s)
 
-    def _give_up(self, failure: RuntimeError) -> None:
-        logger.error("%s; its requests are ended", failure)
-        self._failure = failure
+    def _look_again(self, beat: float) -> None:
+        """Give a loop up that was found stuck, unless it has come round since. On a thread of its own."""
+        if self._beat != beat or self._failure is not None:
+            return
+        self._failure = RuntimeError(f"it is stuck: no round for {time.monotonic() - beat:.0f} s")
+        logger.error("the decode thread is given up, %s; its requests are ended", self._failure)
         for stream in list(self._open):
             stream.deliver([errors.internal()])
 

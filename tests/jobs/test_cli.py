@@ -15,6 +15,9 @@ import pytest
 import torch
 import typer
 
+from graft_dist import policy_maker
+from graft_dist.budget import CostCurve
+from graft_dist.cost_probe import measure_cost
 from graft_dist.drafter import DFlashDrafter, DFlashModel, save_drafter
 from graft_dist.engine import Engine
 from graft_dist.generate import Answer, Request
@@ -320,9 +323,16 @@ def test_audit_of_an_engine_that_errs_fails(
 
 
 def test_learned_methods_are_audited_and_measured(
-    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without --cost: no policy knows this hardware, so rounds are timed first."""
+
+    def measured(*models: Any, **options: Any) -> CostCurve:
+        """Rounds are timed, but their times do not decide: on a busy machine no tree of a random drafter may pay."""
+        curve = measure_cost(*models, **options)
+        return replace(curve, round_ms=tuple(1.0 + 1e-6 * budget for budget in curve.budgets))
+
+    monkeypatch.setattr(policy_maker, "measure_cost", measured)
     methods = "plain,caddtree,graft,graft-fixed"
     fixed = ["--config", f"{project}/tiny.yaml", "--prompts", f"{project}/prompts.jsonl", "--methods", methods]
     fixed += ["--policy", f"{project}/policy", "--max-new-tokens", "6", "--budgets", "3"]
