@@ -10,7 +10,6 @@ the sums (summary.jsonl) and the machine (run.json). On a machine that does anyt
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from graft_dist.prompts import Prompt, read_prompts, render
 from graft_dist.rounds import RoundTrace
 from graft_dist.sampling import SamplingParams
 from jobs.draft_vocabulary import choose_tokens, count_tokens
-from jobs.provenance import provenance
+from jobs.measurement_folder import keep_measurement
 
 
 def measure(chosen: Any) -> Iterator[dict[str, Any]]:
@@ -99,10 +98,6 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
@@ -128,11 +123,8 @@ def main(words: Sequence[str] | None = None) -> None:
     for row in sums:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if chosen.out is not None:
-        chosen.out.mkdir(parents=True, exist_ok=True)
         settings = {name: str(value) for name, value in vars(chosen).items() if name not in ("store", "prompts", "out")}
-        _write(chosen.out / "run.json", [{"settings": settings, **provenance()}])
-        _write(chosen.out / "raw.jsonl", rows)
-        _write(chosen.out / "summary.jsonl", sums)
+        keep_measurement(chosen.out, settings, rows, sums)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ else the numbers mean nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,7 +28,7 @@ from graft_dist.cost_probe import probe_rounds
 from graft_dist.decoder import load_decoder
 from graft_dist.packed_linear import PackedLinear
 from graft_dist.prompts import read_prompts, render, starter_prompts_path
-from jobs.provenance import provenance
+from jobs.measurement_folder import keep_measurement
 
 BUDGETS = (8, 16, 32, 64)
 
@@ -77,10 +76,6 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return medians
 
 
-def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def arguments(words: Sequence[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="smollm2-135m")
@@ -99,11 +94,8 @@ def main(words: Sequence[str] | None = None) -> None:
     for row in medians:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if chosen.out is not None:
-        chosen.out.mkdir(parents=True, exist_ok=True)
         settings = {"dtype": chosen.dtype, "threads": chosen.threads, "turns": chosen.turns}
-        _write(chosen.out / "run.json", [{"settings": settings, **provenance()}])
-        _write(chosen.out / "raw.jsonl", rows)
-        _write(chosen.out / "summary.jsonl", medians)
+        keep_measurement(chosen.out, settings, rows, medians)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ it is the library's, and the rest of the pass is ours. Medians in milliseconds. 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from graft_dist.decoder import load_decoder
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.prompts import read_prompts, render, starter_prompts_path
 from graft_dist.target import Target
-from jobs.provenance import provenance
+from jobs.measurement_folder import keep_measurement
 
 BUDGETS = (8, 16, 32, 64)
 LARGE = 2048
@@ -156,15 +155,8 @@ def main(words: Sequence[str] | None = None) -> None:
     for row in shown:
         print("  ".join(f"{key} {value:.2f}" if isinstance(value, float) else str(value) for key, value in row.items()))
     if chosen.out is not None:
-        chosen.out.mkdir(parents=True, exist_ok=True)
         settings = {"dtype": target.dtype_name, "threads": chosen.threads, "rounds": chosen.rounds}
-        _write(chosen.out / "run.json", [{"settings": settings, **provenance()}])
-        _write(chosen.out / "raw.jsonl", [machine, *rows])
-        _write(chosen.out / "summary.jsonl", shown)
-
-
-def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        keep_measurement(chosen.out, settings, [machine, *rows], shown)
 
 
 if __name__ == "__main__":

@@ -293,11 +293,7 @@ def summarise(raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> list[Summa
     summary: list[SummaryRow] = []
     for arm in arms:
         for task in [*tasks, ALL_TASKS]:
-            pairs = [
-                (baseline[row.prompt_id], row)
-                for row in raw
-                if row.arm == arm and task in (row.task, ALL_TASKS) and _is_pair(baseline.get(row.prompt_id), row)
-            ]
+            pairs = _pairs(baseline, (row for row in raw if row.arm == arm), task)
             if pairs:
                 drafted = sum(num_drafted[(row.prompt_id, row.method, row.budget)] for _, row in pairs)
                 summary.append(_summarise_pairs(arm, task, pairs, drafted))
@@ -310,17 +306,12 @@ def compare(raw: Sequence[RawRow]) -> list[ComparisonRow]:
     learned = [arm for arm in arms if arm.method.startswith("graft")]
     rivals = [arm for arm in arms if arm not in learned and arm.method not in (BASELINE, ORACLE, *PEERS)]
     tasks = [*sorted({row.task for row in raw} - {ALL_TASKS}), ALL_TASKS]
-    rows = {(row.arm, row.prompt_id): row for row in raw}
+    rows = {arm: {row.prompt_id: row for row in raw if row.arm == arm} for arm in arms}
     found = []
     for arm, rival, task in itertools.product(learned, rivals, tasks):
-        pairs = [
-            (rows[rival, row.prompt_id], row)
-            for row in raw
-            if row.arm == arm and task in (row.task, ALL_TASKS) and _is_pair(rows.get((rival, row.prompt_id)), row)
-        ]
+        pairs = _pairs(rows[rival], rows[arm].values(), task)
         if pairs:
-            others, own = ([[row.decode_s, row.num_decoded] for row in side] for side in zip(*pairs, strict=True))
-            sums = np.array(others, np.float64), np.array(own, np.float64)
+            sums = _sums(pairs)
             bounds = bootstrap_interval(*sums)
             found.append(ComparisonRow(arm.name, rival.name, task, paired_ratio(*sums), *bounds, len(pairs)))
     return found
@@ -331,14 +322,25 @@ def _arm_order(arm: Arm) -> tuple[int, str, int]:
     return first.index(arm.method) if arm.method in first else len(first), arm.method, arm.budget
 
 
-def _is_pair(other: RawRow | None, row: RawRow) -> bool:
+def _pairs(others: Mapping[str, RawRow], own: Iterable[RawRow], task: str) -> list[tuple[RawRow, RawRow]]:
+    """Another arm's row (by prompt) and the arm's own, for every prompt of the task on which both decoded something."""
     # An answer of one token was finished by the prefill: nothing was decoded, so there is no time to compare.
-    return other is not None and other.num_decoded > 0 and row.num_decoded > 0
+    pairs = [(others[row.prompt_id], row) for row in own if task in (row.task, ALL_TASKS) and row.prompt_id in others]
+    return [pair for pair in pairs if all(row.num_decoded > 0 for row in pair)]
+
+
+def _sums(pairs: Sequence[tuple[RawRow, RawRow]]) -> tuple[FloatArray, FloatArray]:
+    """Seconds and tokens [prompts, 2] of the other arm, and of the own."""
+    others, own = zip(*pairs, strict=True)
+    return _seconds_and_tokens(others), _seconds_and_tokens(own)
+
+
+def _seconds_and_tokens(rows: Iterable[RawRow]) -> FloatArray:
+    return np.array([[row.decode_s, row.num_decoded] for row in rows], np.float64)
 
 
 def _summarise_pairs(arm: Arm, task: str, pairs: list[tuple[RawRow, RawRow]], num_drafted: int) -> SummaryRow:
-    plain = np.array([[first.decode_s, first.num_decoded] for first, _ in pairs], np.float64)
-    own = np.array([[second.decode_s, second.num_decoded] for _, second in pairs], np.float64)
+    plain, own = _sums(pairs)
     low, high = bootstrap_interval(plain, own)
     num_rounds = sum(row.num_rounds for _, row in pairs)
     decoded_s, num_decoded = own.sum(axis=0)
@@ -384,12 +386,15 @@ def count_differing(outputs: Sequence[OutputRow]) -> dict[Arm, int]:
     return counts
 
 
-def render_markdown(summary: Sequence[SummaryRow], raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> str:
+def render_markdown(
+    summary: Sequence[SummaryRow],
+    compared: Sequence[ComparisonRow],
+    raw: Sequence[RawRow],
+    outputs: Sequence[OutputRow],
+) -> str:
     """`summary.md`: the summary's rows, what a round costs and how end-to-end time compares, and `compare`'s rows."""
-    columns = list(SummaryRow.__dataclass_fields__)
-    lines = [_table_line(columns), _table_line(["---"] * len(columns))]
-    lines += [_table_line([_shown(value) for value in asdict(row).values()]) for row in summary]
-    lines += [
+    lines = [
+        *_table(SummaryRow, summary),
         "",
         "speedup: seconds per token of plain decoding over the arm's, summed over the same prompts, prefill excluded; "
         "low and high: 95 % bootstrap interval over prompts. mat: tokens committed per round, bonus token included. "
@@ -410,12 +415,9 @@ def render_markdown(summary: Sequence[SummaryRow], raw: Sequence[RawRow], output
     ]
     lines += [_table_line(stages), _table_line(["---"] * len(stages))]
     lines += [_table_line(_stage_cells(arm, raw, outputs)) for arm in _ordered_arms(summary)]
-    compared = compare(raw)
     if compared:
-        columns = list(ComparisonRow.__dataclass_fields__)
         lines += ["", "Learned methods against others: the other's seconds per token over the learned one's.", ""]
-        lines += [_table_line(columns), _table_line(["---"] * len(columns))]
-        lines += [_table_line([_shown(value) for value in asdict(row).values()]) for row in compared]
+        lines += _table(ComparisonRow, compared)
     return "\n".join(lines) + "\n"
 
 
@@ -439,6 +441,12 @@ def _stage_cells(arm: Arm, raw: Sequence[RawRow], outputs: Sequence[OutputRow]) 
 
 def _end_to_end(rows: Iterable[RawRow]) -> FloatArray:
     return np.array([[row.prefill_s + row.decode_s, row.num_output_tokens] for row in rows], np.float64)
+
+
+def _table(kind: type[SummaryRow | ComparisonRow], rows: Sequence[SummaryRow | ComparisonRow]) -> list[str]:
+    columns = list(kind.__dataclass_fields__)
+    lines = [[_shown(value) for value in asdict(row).values()] for row in rows]
+    return [_table_line(cells) for cells in (columns, ["---"] * len(columns), *lines)]
 
 
 def _table_line(cells: Sequence[str]) -> str:

@@ -357,9 +357,7 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, which leaves no room for an answer: prompt and answer together "
                 f"may have {self.max_length}"
             )
-        outside = [token for token in prompt if not 0 <= token < self.target.vocab_size]
-        if outside:
-            raise ValueError(f"token id {outside[0]} is outside the vocabulary of {self.target.vocab_size}")
+        self.target.check_tokens(prompt)
 
     def _share_limit(self) -> None:
         """Divide the memory limit between the two caches as they grow: by the bytes of a row."""
@@ -472,10 +470,7 @@ class Engine:
             self._filling = None
             self._live.append(sequence)
             if self._drafter_cache is not None:
-                if self.memory_limit_bytes is not None:
-                    longest = max(live.limit for live in self._live)
-                    self._drafter_cache.reserve(len(self._live), self._rows_needed(longest))
-                self._drafter_cache.add()
+                self._drafter_cache.add()  # the room for it was made with the target's
         return sequence.event(outcome)
 
     # ---- draft

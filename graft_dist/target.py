@@ -388,6 +388,12 @@ class Target:
             limit_bytes=limit_bytes,
         )
 
+    def check_tokens(self, token_ids: Iterable[int]) -> None:
+        """Raise ValueError for an id outside the vocabulary; its message is for people."""
+        for token in token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.vocab_size}")
+
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings [.., H] of int64 ids [..]."""
         return self._embedding(token_ids)

@@ -63,9 +63,9 @@ class BenchFolder:
     def finish(self) -> tuple[list[SummaryRow], str]:
         """Write the summary; returns its rows and its tables."""
         summary = summarise(self.raw, self.outputs)
-        tables = render_markdown(summary, self.raw, self.outputs)
-        write_aside(self.path / "summary.json", to_json([asdict(row) for row in summary]))
         compared = compare(self.raw)
+        tables = render_markdown(summary, compared, self.raw, self.outputs)
+        write_aside(self.path / "summary.json", to_json([asdict(row) for row in summary]))
         if compared:
             write_aside(self.path / "comparisons.jsonl", _to_lines([asdict(row) for row in compared]))
         write_aside(self.path / "summary.md", tables)

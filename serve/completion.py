@@ -92,10 +92,10 @@ class Completion:
 
     def _check_ids(self, prompt: list[int]) -> None:
         """Refuse ids outside the vocabulary here: the engine, which does too, does not know a request's fields."""
-        size = self._service.target.vocab_size
-        outside = next((token for token in prompt if not 0 <= token < size), None)
-        if outside is not None:
-            raise errors.bad_request(f"token id {outside} is outside the vocabulary of {size}", "prompt")
+        try:
+            self._service.target.check_tokens(prompt)
+        except ValueError as error:
+            raise errors.bad_request(str(error), "prompt") from error
 
     async def _make_answers(self, request: ChatRequest | CompletionRequest) -> None:
         echoes = [""] * len(self._prompts)

@@ -67,18 +67,21 @@ class RequestStream:
         """Wait for the next event. Raises `ApiError` when the request was refused or the engine has failed."""
         item = await self._queue.get()
         if isinstance(item, Exception):
-            self.finished()
+            self._end()
             raise item
         return item
 
     def cancel(self) -> None:
         """Take the request's sequences out of the batch before the next round; harmless when they have ended."""
         if not self._is_over:
-            self.finished()
+            self._end()
             self._thread.abort(self._sequence_ids)
 
     def finished(self) -> None:
         """All sequences have had their last event: nothing is left to cancel."""
+        self._end()
+
+    def _end(self) -> None:
         self._is_over = True
         self._thread.forget(self)
 

@@ -40,7 +40,7 @@ class Decoder:
             await self._service.reconfigure(wanted)
         self._service.follow_champion()
 
-    async def check_health(self) -> None:  # async: Serve runs others on a thread of its own
+    async def check_health(self) -> None:  # async, on the event loop: one that is blocked answers nobody either
         """Fail when the round loop is dead or stuck: Serve then replaces this replica. Also without a configuration."""
         if not self._is_configured:  # Serve calls reconfigure unless it is null: nothing would ever be drafted
             raise RuntimeError("the deployment's user_config is null: leave it out, or write {policy: null}")

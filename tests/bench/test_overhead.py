@@ -1,21 +1,18 @@
 """The overhead benchmark runs and keeps its rows; how long it takes is nobody's test."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "overhead.py"
+from bench import overhead
 
 
-def test_every_variant_leaves_its_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spec = importlib.util.spec_from_file_location("overhead", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    overhead = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(overhead)
-    overhead.VOCAB_SIZE = 500
+def test_every_variant_leaves_its_rounds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overhead, "VOCAB_SIZE", 500)
     threads = torch.get_num_threads()
     out = tmp_path / "rows.json"
     overhead.main(["--depth", "3", "--candidates", "4", "--threads", str(threads), "--rounds", "2", "--out", str(out)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,17 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench import replay as bench
 from tests.graft_dist.policies import make_policy, random_network
 from tests.storage.records import commit_replayable
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "replay.py"
-
 
 def test_every_scorer_leaves_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("bench_replay", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
     commit_replayable(tmp_path / "store")
     make_policy(random_network(8, depth=2), drafter_fingerprint="d-1").save(tmp_path / "policy")
     monkeypatch.setattr(bench, "load_config", lambda name: SimpleNamespace(slug="tiny", target="any", revision=None))

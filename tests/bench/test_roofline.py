@@ -1,33 +1,22 @@
 """The roofline measures every pass and keeps its rows; how fast anything is, is nobody's test."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "roofline.py"
+from bench import roofline
 
 
-@pytest.fixture
-def roofline() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("roofline", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_layers_come_in_order_with_one_head(roofline: ModuleType) -> None:
+def test_layers_come_in_order_with_one_head() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.Linear(4, 50))
     head = nn.Linear(4, 50)
     assert roofline.linears_of(model, head) == [model[0], model[2], head]
 
 
-def test_bounds_are_bytes_and_multiplications_over_the_best_rates(roofline: ModuleType) -> None:
+def test_bounds_are_bytes_and_multiplications_over_the_best_rates() -> None:
     row = {"pass": "verify 8", "rows": 9, "weight_bytes": 4_000_000, "flops": 3_000_000}
     row |= {"products_ms": [5.0, 7.0, 6.0], "pass_ms": [9.0, 8.0, 10.0]}
     (shown,) = roofline.summary({"read_gb_s": [1.0, 2.0, 3.0], "gflop_s": [1.0]}, [row])
@@ -35,8 +24,8 @@ def test_bounds_are_bytes_and_multiplications_over_the_best_rates(roofline: Modu
 
 
 @pytest.mark.slow
-def test_the_built_in_models_are_measured(roofline: ModuleType, tmp_path: Path) -> None:
-    roofline.LARGE = 64
+def test_the_built_in_models_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "LARGE", 64)
     threads = torch.get_num_threads()
     roofline.main(["--threads", str(threads), "--rounds", "1", "--out", str(tmp_path)])
     shown = [json.loads(line) for line in (tmp_path / "summary.jsonl").read_text().splitlines()]

@@ -1,6 +1,5 @@
 """The measurement of serving: what it claims, and that nothing stays, and all could write, whatever interrupts it."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,15 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
 
+from bench import serving
 from graft_dist.config import TargetConfig
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "serving.py"
 WAITING = """
 import pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -31,32 +29,23 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("serving", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "serving", module)  # where dataclasses look their module up
-    spec.loader.exec_module(module)
-    # As `main` does: where the tests run in the background, children would inherit that SIGINT is ignored.
-    before = {number: signal.signal(number, module.stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield module
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    """As `main` sets them: where the tests run in the background, children would inherit that SIGINT is ignored."""
+    before = {number: signal.signal(number, serving.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_a_folder_that_is_there_is_refused(
-    serving: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serving.arguments([str(tmp_path)])
     assert "is there already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["command", "server"])
-def test_a_signal_lets_what_runs_write_and_ends_it(
-    serving: ModuleType, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_lets_what_runs_write_and_ends_it(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", WAITING, str(tmp_path)]
     monkeypatch.setattr(serving, "GRAFT", command)
 
@@ -109,16 +98,13 @@ def row(load: str, ratio: float | None, low: float | None, high: float | None, d
         ([row("poisson-0.1", 0.9, 0.8, 0.95), row("closed-4", 1.2, 1.1, 1.3) | {"arm": "ddtree"}], False, [False]),
     ],
 )
-def test_claims_are_judged_by_the_summary(
-    serving: ModuleType, rows: list[dict[str, Any]], is_float32: bool, shown: list[bool]
-) -> None:
+def test_claims_are_judged_by_the_summary(rows: list[dict[str, Any]], is_float32: bool, shown: list[bool]) -> None:
     assert [claim.holds for claim in serving.judge(rows, "graft", is_float32)] == shown
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_whole_measurement_of_a_tiny_target(
-    serving: ModuleType,
     reciting_config: TargetConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -161,7 +161,7 @@ def test_learned_arms_are_compared_with_those_that_draft_on_the_same_prompts() -
     assert both.low < both.ratio < both.high
     assert found["graft", "caddtree", "all"].ratio == 1.0
     assert "| graft | ddtree-8 | all | 3.000 |" in render_markdown(
-        summarise(raw, [output_row(row) for row in raw]), raw, [output_row(row) for row in raw]
+        summarise(raw, [output_row(row) for row in raw]), compare(raw), raw, [output_row(row) for row in raw]
     )
 
 
@@ -203,7 +203,7 @@ def test_differing_outputs_are_counted_per_arm() -> None:
 def test_markdown_shows_every_summary_row_and_the_stage_times() -> None:
     raw = [raw_row("a", "plain", 0, 2.0), raw_row("a", "ddtree", 8, 1.0), raw_row("a", "hf", 0, 2.5, verify_ms=None)]
     outputs = [output_row(row) for row in raw]
-    text = render_markdown(summarise(raw, outputs), raw, outputs)
+    text = render_markdown(summarise(raw, outputs), compare(raw), raw, outputs)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 6 + 2 + 3
     assert "| ddtree | 8 | math | 2.000 | 2.000 | 2.000 | 1.000 | 10.000 | 0.000 | 1 |" in lines
