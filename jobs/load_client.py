@@ -241,9 +241,12 @@ class _Answer:
 
 async def _events(response: httpx2.Response) -> AsyncIterator[str]:
     """The data of each server-sent event."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            yield line[5:].strip()
+    rest = b""
+    async for part in response.aiter_bytes():  # not `aiter_lines`, which splits at whatever Unicode takes for a break
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode("utf-8", "replace")
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -186,7 +186,7 @@ def _say_where(request: ServeRequest, name: str, address: str) -> None:
     host, port = options.get("host") or request.host, options.get("port") or request.port
     if host in ("0.0.0.0", "::"):
         host = urlsplit(address).hostname  # any address of its machines, and the dashboard is on one
-    url = f"http://{host}:{port}"
+    url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
     print(f"{name} is served at {url}/v1 (page: {url}/, health: {url}/healthz)", flush=True)
     print(f"Ray dashboard: {address}", flush=True)
     print("Ctrl-C ends it.", flush=True)
@@ -198,7 +198,7 @@ def _take_down(address: str, name: str, patience_s: float, ending: _Ending) -> N
     try:
         applications.remove(address, name)
         deadline = time.monotonic() + patience_s
-        while any(one.name == name for one in applications.list_applications(address)):
+        while applications.is_there(address, name):
             if ending.is_hurried or time.monotonic() > deadline:
                 _say("requests still run; nobody waits for them any more")
                 return

@@ -27,6 +27,10 @@ class ActivePolicy:
     policy: DecodingPolicy
     methods: Mapping[str, DecodingPolicy] = field(default_factory=dict)
 
+    def chosen(self, method: str | None) -> DecodingPolicy:
+        """What decodes a request that asked for `method`, or for none."""
+        return self.policy if method is None else self.methods.get(method, self.policy)
+
 
 class MethodSwitch:
     """Scorer and budget policy in one: gives every sequence of a batch what its own method gives.

@@ -5,6 +5,7 @@ Owns texts, log-probabilities and counts of one answer, streamed or whole. Knows
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -86,7 +87,9 @@ class Answer:
         self._tokens = tokens
         self._pieces = [echo]
         self._logprobs: list[TokenLogprob] = []
-        self._text_length = len(echo)  # of the tokens whose log-probabilities have been shown
+        # The text of the tokens whose log-probabilities have been shown: its whole characters, and what is begun.
+        self._text_length = len(echo)
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
     def text(self) -> str:
@@ -131,13 +134,13 @@ class Answer:
             return None
         if self._endpoint == "chat":
             return {"content": [self._chat_logprob(entry) for entry in logprobs], "refusal": None}
-        texts = [self._tokens.text(entry.token_id) for entry in logprobs]
+        shown = [self._tokens.described(entry.token_id) for entry in logprobs]
         offsets = []
-        for text in texts:
+        for token in shown:  # of a character that several tokens make up, each has the offset
             offsets.append(self._text_length)
-            self._text_length += len(text)
+            self._text_length += len(self._characters.decode(bytes(token["bytes"])))
         return {
-            "tokens": texts,
+            "tokens": [token["token"] for token in shown],
             "token_logprobs": [entry.logprob for entry in logprobs],
             "top_logprobs": [self._top_by_text(entry) for entry in logprobs],
             "text_offset": offsets,

@@ -27,7 +27,7 @@ class ApiKeys:
         between keys.
 
         Raises:
-            ConfigError: the file cannot be read, the variable is not set, or there is no key in it.
+            ConfigError: the file cannot be read, the variable is not set, there is no key in it, or one is not ASCII.
         """
         if file is not None:
             try:
@@ -42,6 +42,11 @@ class ApiKeys:
         found = [key for key in keys if key]
         if not found:
             raise ConfigError(f"there is no API key in {file or variable}: nobody could use the server")
+        for number, key in enumerate(found, start=1):
+            if not key.isascii():
+                raise ConfigError(
+                    f"API key {number} in {file or variable} has letters that HTTP headers do not carry: use ASCII"
+                )
         return cls(found)
 
     def check(self, authorization: str | None) -> None:

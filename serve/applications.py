@@ -119,7 +119,7 @@ def deploy(
 
 def check_free(address: str, name: str) -> None:
     """Raise `ConfigError` if an application of that name is there, ours or not, or if the address is wrong."""
-    if name in _request(address, "GET").get("applications", {}):
+    if is_there(address, name):
         raise ConfigError(
             f"an application {name!r} is on the cluster at {address} already: take it down first, or give it another "
             "policy with `graft promote --address`"
@@ -138,6 +138,17 @@ def remove(address: str, name: str) -> None:
         return
     kept = [_config_of(entry) for other, entry in applications.items() if other != name and _config_of(entry)]
     _request(address, "PUT", {"applications": kept, **_settings(details)})
+
+
+def is_there(address: str, name: str) -> bool:
+    """Whether an application of that name, ours or not, is on the cluster, be it only to finish its requests.
+
+    `list_applications` leaves out those that are being deleted: Serve no longer says what they were made of.
+
+    Raises:
+        ConfigError: the address is wrong.
+    """
+    return name in _request(address, "GET").get("applications", {})
 
 
 def http_options(address: str) -> dict[str, Any]:

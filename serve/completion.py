@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -22,10 +23,14 @@ from serve.errors import ApiError
 from serve.observer import Outcome, RequestReport, Submission
 from serve.openai_api import ChatRequest, CompletionRequest
 from serve.round_view import RoundViewer
+from serve.serve_args import Method
 from serve.service import Service, new_seed
 
 CLIENT_LEFT = 499
 """The status under which a request is counted whose client has left."""
+
+_LINE_BREAKS = re.compile("[\x85\u2028\u2029]")
+"""What Unicode knows as line breaks beside those that JSON escapes anyway; some clients split streams at them."""
 
 logger = logging.getLogger("ray.serve")
 
@@ -42,6 +47,7 @@ class Completion:
         self._created = int(time.time())
         self._id = ("chatcmpl-" if endpoint == "chat" else "cmpl-") + uuid.uuid4().hex
         self._request: ChatRequest | CompletionRequest
+        self._method: Method | None = None  # that the request chose
         self._prompts: list[list[int]] = []
         self._answers: list[Answer] = []
         self._viewers: list[RoundViewer] = []
@@ -57,13 +63,14 @@ class Completion:
     async def start(self, request: ChatRequest | CompletionRequest) -> None:
         """Check the request and queue its sequences. Raises `ApiError`."""
         self._request = request
+        self._method = request.graft.method
         self.is_streamed = request.stream
         if request.model != self._service.model:
             raise errors.unknown_model(request.model, self._service.model)
-        if request.graft.method is not None and request.graft.method not in self._service.decode.active.methods:
+        if self._method is not None and self._method not in self._service.decode.active.methods:
             allowed = ", ".join(self._service.decode.active.methods) or "none"
             raise errors.bad_request(
-                f"method {request.graft.method!r} cannot be chosen here; allowed: {allowed}", "graft.method"
+                f"method {self._method!r} cannot be chosen here; allowed: {allowed}", "graft.method"
             )
         num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
         num_answers, limit = request.n * num_prompts, self._service.decode.limit
@@ -118,7 +125,7 @@ class Completion:
                 request_id=self.request_id,
                 prompt_token_ids=prompt,
                 params=request.sampling(self._room(prompt), choice_seed(seed, choice), request.num_logprobs),
-                method=request.graft.method,
+                method=self._method,
                 index=number * request.n + choice,
             )
             for number, prompt in enumerate(self._prompts)
@@ -276,10 +283,11 @@ class Completion:
         if len(self._answers) > 1:
             return {"metrics": {"speculative_decoding": None, "graft": None}}
         counts, policy = self._answers[0].counts, self._policy
+        is_own = policy.chosen(self._method) is policy.policy
         return {
             "metrics": {
                 "speculative_decoding": counts.speculative_decoding(self._service.drafter.draft_depth),
-                "graft": counts.graft(policy.version, policy.fingerprint),
+                "graft": counts.graft(policy.version, policy.fingerprint) if is_own else counts.graft(None, None),
             }
         }
 
@@ -304,10 +312,15 @@ class Completion:
                 first_token_s=self._first_token_s,
                 duration_s=time.monotonic() - self._arrived,
                 token_gaps_s=self._gaps_s,
+                policy=self._policy.label,
+                method=self._method,
             ),
             {"prompt_token_ids": self._prompts, "answers": [answer.text for answer in self._answers]},
         )
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """A server-sent event. Its only line breaks are at its end, whatever a client takes for one."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    escaped = _LINE_BREAKS.sub(lambda found: json.dumps(found[0])[1:-1], text)
+    return f"data: {escaped}\n\n"

@@ -27,6 +27,7 @@ from serve.service import Service
 
 REQUEST_ID_HEADER = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SHOWN_ID = 200  # letters of an unusable one
 _BODY_S = 60.0  # in which a body has to be there
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -147,9 +148,17 @@ class AnswerStream(StreamingResponse):
 
 
 def request_id(request: Request) -> str:
-    """The id that proxy or client gave the request, if it can be logged as it is; else a new one."""
+    """The id that proxy or client gave the request, if it can be logged as it is; else a new one.
+
+    A given one that cannot is logged once beside the new one: the proxy may send it back, and its client look for it.
+    """
     given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if _REQUEST_ID.fullmatch(given) else str(uuid.uuid4())
+    if _REQUEST_ID.fullmatch(given):
+        return given
+    drawn = str(uuid.uuid4())
+    if given:
+        logger.info(json.dumps({"event": "request_id", "request_id": drawn, "given": given[:_SHOWN_ID]}))
+    return drawn
 
 
 async def _body(request: Request, limit: int, limit_s: float) -> bytes:

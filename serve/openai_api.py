@@ -85,6 +85,7 @@ class StreamOptions(_Strict):
     """Options of a streamed answer."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False  # padding that hides how long tokens are; we send none
 
 
 class GraftOptions(_Strict):

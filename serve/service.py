@@ -379,7 +379,8 @@ class Service:
             "output_tokens": report.num_output_tokens,
             "first_token_ms": None if report.first_token_s is None else round(report.first_token_s * 1e3, 1),
             "duration_ms": round(report.duration_s * 1e3, 1),
-            "policy": self.decode.active.label,
+            "policy": report.policy,
+            "method": report.method,
         }
         logger.info(json.dumps(line | (dict(texts) if self.args.log_prompts else {}), ensure_ascii=False))
         self._tell("requested", report)

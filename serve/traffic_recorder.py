@@ -49,7 +49,7 @@ class PolicyName:
 
 def policy_name(active: ActivePolicy, method: str | None) -> PolicyName:
     """What decodes a request that asked for `method`, or for none."""
-    chosen = active.policy if method is None else active.methods.get(method, active.policy)
+    chosen = active.chosen(method)
     return PolicyName(chosen.name, active.fingerprint if chosen is active.policy else None)
 
 

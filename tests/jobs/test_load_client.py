@@ -55,6 +55,16 @@ def test_a_streamed_answer() -> None:
     assert reply.ttft_s is not None and reply.ttft_s + sum(reply.gaps_s) <= reply.total_s
 
 
+def test_unicodes_line_breaks_end_no_event() -> None:
+    text = "a\x85b\u2028c\u2029d"
+    raw = event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": "stop"}]).replace(
+        json.dumps(text).encode(), json.dumps(text, ensure_ascii=False).encode()
+    )
+    assert "\u2028".encode() in raw  # as it is, not escaped
+    reply = ask(scripted(head(), raw[:40], raw[40:], b"data: [DONE]\n\n", pause_s=0.01), CHAT)
+    assert (reply.outcome, reply.texts) == (Outcome.ok, (text,))
+
+
 def test_choices_are_kept_apart() -> None:
     parts = [piece("a", 0), piece("x", 1), piece("b", 0, "stop"), piece("y", 1, "length"), b"data: [DONE]\n\n"]
     reply = ask(scripted(head(), *parts), CHAT)

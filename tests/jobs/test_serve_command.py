@@ -4,8 +4,8 @@ them. Where it is told to, its replicas follow the registry's champion."""
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,19 +29,19 @@ def test_ctrl_c_waits_for_requests_unless_it_comes_again(
     def interrupted(*arguments: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    def remaining(*arguments: Any) -> list[Any]:
+    def remains(*arguments: Any) -> bool:
         """The application goes after three looks, or never."""
         look = next(looks)
         if look == 1 and not is_patient:
             signal.raise_signal(signal.SIGINT)
-        return [] if is_patient and look == 3 else [SimpleNamespace(name="smollm2-135m")]
+        return not (is_patient and look == 3)
 
     monkeypatch.setattr("jobs.serve_command.time.sleep", lambda seconds: None)
     monkeypatch.setattr(applications, "check_free", lambda *arguments: None)
     monkeypatch.setattr(applications, "deploy", lambda *arguments, **options: told.append("deploy"))
     monkeypatch.setattr(applications, "wait_until_running", interrupted)
     monkeypatch.setattr(applications, "remove", lambda *arguments: told.append("remove"))
-    monkeypatch.setattr(applications, "list_applications", remaining)
+    monkeypatch.setattr(applications, "is_there", remains)
     before = signal.getsignal(signal.SIGINT)
     request = ServeRequest("smollm2-135m", "127.0.0.1", 8000, 1, None, (), None, "http://head:8265", None)
     assert run_serve(request) == 130
@@ -76,6 +76,7 @@ def printed_by_serve(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: 
     ("http_options", "url"),
     [
         ({"host": "10.0.0.5", "port": 9000}, "http://10.0.0.5:9000"),
+        ({"host": "::1", "port": 9000}, "http://[::1]:9000"),
         ({"host": "0.0.0.0", "port": 9000}, "http://head:9000"),  # the dashboard's machine is one that listens
         (None, "http://127.0.0.1:8000"),
     ],
@@ -86,6 +87,14 @@ def test_the_printed_address_is_where_the_cluster_listens(
     """Serve keeps the host and port that it was started with, whatever the command asks for."""
     printed = printed_by_serve(Cluster(http_options), monkeypatch, capsys)
     assert f"smollm2-135m is served at {url}/v1 (page: {url}/, health: {url}/healthz)" in printed
+
+
+def test_an_application_that_finishes_its_requests_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve then says nothing of what it was made of."""
+    details = {"applications": {"leaving": {"status": "DELETING", "deployed_app_config": None}}}
+    monkeypatch.setattr(applications, "_request", lambda *arguments: details)
+    assert applications.is_there("http://head:8265", "leaving")
+    assert not applications.is_there("http://head:8265", "gone") and not applications.list_applications("any")
 
 
 def test_a_dashboard_that_does_not_say_where_it_listens_ends_nothing(
@@ -101,6 +110,16 @@ def test_a_dashboard_that_does_not_say_where_it_listens_ends_nothing(
 def application(policy: str | None = None, followed_registry: str | None = None) -> dict[str, Any]:
     request = ServeRequest("smollm2-135m", "127.0.0.1", 8000, 1, policy, (), None, None, None, followed_registry)
     return _application(request, load_config("smollm2-135m"))
+
+
+def test_replicas_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.serve_command.os.cpu_count", lambda: 8)
+    request = ServeRequest("smollm2-135m", "127.0.0.1", 8000, 3, None, (), None, None, None)
+    args = ServeArgs.model_validate(_application(request, load_config("smollm2-135m"))["args"])
+    assert args.replicas == 3 and args.threads == 2 and args.num_cpus == pytest.approx(4 / 3)  # half stays free
+    far = replace(request, address="http://head:8265")  # there the configuration says what a replica needs
+    args = ServeArgs.model_validate(_application(far, load_config("smollm2-135m"))["args"])
+    assert args.replicas == 3 and args.threads is None and args.num_cpus is None
 
 
 def test_replicas_follow_the_champion_where_they_are_told_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

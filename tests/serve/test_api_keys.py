@@ -47,6 +47,9 @@ def test_keys_that_cannot_be_had_are_a_mistake_in_the_configuration(
         file.write_bytes(content)
         with pytest.raises(ConfigError, match="there is no API key in "):
             ApiKeys.load(str(file), None)
+    file.write_text("plain\nschl\u00fcssel\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"API key 2 in .* has letters that HTTP headers do not carry"):
+        ApiKeys.load(str(file), None)
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="keys cannot be read"):
         ApiKeys.load(str(file), None)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,13 @@ class Server:
     def health(self, path: str = "") -> Any:
         with urllib.request.urlopen(f"{self.url}{path}/healthz", timeout=30) as response:
             return json.loads(response.read())
+
+    def is_ready(self, path: str) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}{path}/readyz", timeout=30) as response:
+                return bool(response.status == 200)
+        except urllib.error.HTTPError:
+            return False
 
     def ask(self, **fields: Any) -> dict[str, Any]:
         messages = [{"role": "user", "content": "recite"}]
@@ -283,12 +291,14 @@ def test_a_second_application_beside_the_first_and_a_drain(server: Server) -> No
     with pytest.raises(openai.NotFoundError):
         server.client().chat.completions.create(**ask, max_tokens=5)
 
+    assert server.is_ready("/second")
     stream = iter(client.chat.completions.create(**ask, max_tokens=480, stream=True))
     text = next(stream).choices[0].delta.content or ""
     applications.remove(server.dashboard, "second")
+    server.wait_for(lambda: not server.is_ready("/second"))  # nothing new is sent to a replica that is to go
     text += "".join(piece.choices[0].delta.content or "" for piece in stream)
     assert text == recite(480)  # what ran was finished
-    server.wait_for(lambda: len(applications.list_applications(server.dashboard)) == 1)
+    server.wait_for(lambda: not applications.is_there(server.dashboard, "second"))
 
     def is_refused() -> bool:
         try:
@@ -333,13 +343,26 @@ def test_a_killed_replica_is_replaced(server: Server) -> None:
     server.wait_for(answers)
 
 
-def test_ctrl_c_ends_everything_it_started(server: Server) -> None:
+def test_ctrl_c_ends_everything_it_started_once_requests_have_finished(server: Server) -> None:
     pids = server.session_pids()
     assert len(pids) > 3  # Ray's processes
+    body = server.ask(max_tokens=450, extra_body={"graft": {"method": "plain"}})
+    stream = iter(server.client().chat.completions.create(**body, n=2, stream=True))
+    texts = ["", ""]
+    for _ in range(8):  # it has begun: two roles, some tokens of each answer
+        _add(texts, next(stream))
     server.process.send_signal(signal.SIGINT)
+    for piece in stream:
+        _add(texts, piece)
+    assert texts == [recite(450)] * 2
     assert server.process.wait(WAIT_S) == 0, server.output()
     server.wait_for(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()])
     assert "Traceback" not in server.output()
+
+
+def _add(texts: list[str], piece: Any) -> None:
+    for choice in piece.choices:
+        texts[choice.index] += choice.delta.content or ""
 
 
 def test_a_mistake_is_one_sentence_before_anything_starts(

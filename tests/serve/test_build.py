@@ -38,10 +38,12 @@ def test_the_shipped_files_can_be_built(file: Path) -> None:
 
 
 def test_limits_become_the_deployments() -> None:
-    args = ServeArgs(config="smollm2-135m", max_slots=4, max_queue=6, num_cpus=1.5, retry_after_s=3, replicas=2)
+    args = ServeArgs(
+        config="smollm2-135m", max_slots=4, max_queue=6, num_cpus=1.5, num_gpus=0.5, retry_after_s=3, replicas=2
+    )
     deployment = build(args)._bound_deployment
     assert deployment.max_ongoing_requests >= 10  # our own refusal, with its proper body, comes first
-    assert deployment.ray_actor_options["num_cpus"] == 1.5
+    assert deployment.ray_actor_options["num_cpus"] == 1.5 and deployment.ray_actor_options["num_gpus"] == 0.5
     assert deployment.num_replicas == 2
     assert deployment.user_config == {"policy": None}
     assert deployment._deployment_config.graceful_shutdown_timeout_s > args.max_request_s

@@ -18,7 +18,10 @@ import pytest
 from openai import OpenAI
 from pydantic import ValidationError
 
+from graft_dist.sampling import TokenLogprob
+from graft_dist.target import Target
 from serve import errors
+from serve.answer import Answer, TokenTexts
 from serve.completion import Completion
 from serve.openai_api import CompletionRequest
 from tests.serve.conftest import MODEL, RECITAL, Running, recite
@@ -182,6 +185,30 @@ def test_log_probabilities_of_a_completion(client: OpenAI) -> None:
     assert logprobs is not None
     assert logprobs.tokens == list("Stop? ") and logprobs.text_offset == list(range(6))
     assert [list(top) for top in logprobs.top_logprobs or []] == [[letter] for letter in "Stop? "]
+
+
+def test_a_character_of_several_tokens_has_one_offset(reciting_target: Target) -> None:
+    tokenizer = reciting_target.tokenizer
+    ids = tokenizer.encode("a\N{SNOWMAN}b", add_special_tokens=False)
+    assert len(ids) == 5  # a letter, the three bytes of a snowman, a letter
+    answer = Answer(0, "completions", TokenTexts(tokenizer))
+    entries = [TokenLogprob(token, -1.0, ()) for token in ids]
+    shown = [answer.chunk("", part, None)["logprobs"] for part in (entries[:2], entries[2:])]
+    assert [offset for part in shown for offset in part["text_offset"]] == [0, 1, 1, 1, 2]
+
+
+def test_an_event_has_no_line_breaks_of_its_own(reciter: Running) -> None:
+    prompt = "a\x85b\u2028c\u2029d"
+    body = CONTINUE | {"prompt": prompt, "max_tokens": 3, "echo": True, "stream": True}
+    request = urllib.request.Request(
+        f"{reciter.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        raw = response.read().decode()
+    lines = [line for line in raw.splitlines() if line]  # wherever Unicode breaks lines
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
+    assert "".join(pieces) == prompt + recite(3)
 
 
 # ---- our extension
@@ -577,6 +604,8 @@ def test_the_log_has_a_line_of_json_per_request_and_no_texts(
         with caplog.at_level(logging.INFO, "ray.serve"):
             client.chat.completions.create(**ASK, max_tokens=5, extra_headers=headers)
             talkative.client().chat.completions.create(**ASK, max_tokens=5, extra_headers=headers)
+            own = ASK | {"extra_body": {"graft": {"method": "plain"}}}
+            client.chat.completions.create(**own, max_tokens=5, extra_headers={"X-Request-ID": "not an id"})
     finally:
         logger.removeHandler(caplog.handler)
         talkative.close()
@@ -584,7 +613,10 @@ def test_the_log_has_a_line_of_json_per_request_and_no_texts(
     quiet, loud = (json.loads(message) for message in messages)
     assert (quiet["request_id"], quiet["outcome"], quiet["output_tokens"]) == ("logged-1", "ok", 5)
     assert "answers" not in quiet and "prompt_token_ids" not in quiet
-    assert loud["answers"] == ["Stop?"]
+    assert loud["answers"] == ["Stop?"] and loud["method"] is None
+    (given,) = (json.loads(record.message) for record in caplog.records if "not an id" in record.message)
+    drawn = [record.message for record in caplog.records if given["request_id"] in record.message]
+    assert json.loads(drawn[-1])["method"] == "plain" and len(drawn) == 2
 
 
 def test_keys(serve_reciter: Callable[..., Running], tmp_path: Path) -> None:

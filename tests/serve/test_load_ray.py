@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -73,6 +74,19 @@ def application(
     applications.wait_until_running(ray_head.dashboard_url, "tiny", 300.0)
     yield Application(f"http://127.0.0.1:{port}", ray_head.dashboard_url, folder)
     applications.remove(ray_head.dashboard_url, "tiny")
+
+
+def _find(application: Application, name: str) -> applications.ServedApplication:
+    (found,) = (one for one in applications.list_applications(application.dashboard) if one.name == name)
+    return found
+
+
+def _logged_requests(head: RayHead, request_id: str) -> list[dict[str, Any]]:
+    """The lines that replicas have logged for a request."""
+    logs = (head.folder / "session_latest" / "logs" / "serve").glob("replica_*.log")
+    lines = [line for log in logs for line in log.read_text().splitlines() if '"event": "request"' in line]
+    found = [json.loads(line[line.index("{") :]) for line in lines if request_id in line]
+    return [line for line in found if line["request_id"] == request_id]
 
 
 def run(application: Application, out: Path, *options: str) -> int:
@@ -157,11 +171,62 @@ def test_two_replicas_share_the_load_a_swap_reaches_both_and_one_can_go(applicat
         time.sleep(0.2)
     assert ask(5) == recite(5)
     applications.remove(application.dashboard, "pair")
-    while any(one.name == "pair" for one in applications.list_applications(application.dashboard)):
+    while applications.is_there(application.dashboard, "pair"):
         assert time.monotonic() < deadline, "the application does not end"
         time.sleep(0.2)
     recorded = run_query(store, "SELECT run_id, count(*) AS times FROM sequences GROUP BY run_id").to_pylist()
     assert len(recorded) >= 2 and all(row["times"] > 0 for row in recorded)
+
+
+def test_replicas_follow_the_load_up_and_down(application: Application) -> None:
+    scaling = {
+        "min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 1, "upscale_delay_s": 0,
+        "downscale_delay_s": 1,
+    }  # fmt: skip
+    args = {
+        "config": str(application.folder / "tiny.yaml"), "model": "elastic", "num_cpus": 0.2, "threads": 1,
+        "autoscaling": scaling,
+    }  # fmt: skip
+    wanted = {"name": "elastic", "route_prefix": "/elastic", "import_path": applications.IMPORT_PATH, "args": args}
+    applications.deploy(application.dashboard, wanted)
+    assert len(applications.wait_until_running(application.dashboard, "elastic", 300.0).pids) == 1
+    client = OpenAI(base_url=f"{application.url}/elastic/v1", api_key="any", timeout=120.0)
+    deadline = time.monotonic() + 300.0
+    is_enough = threading.Event()
+
+    def keep_asking() -> set[str]:
+        answers = set()
+        while not is_enough.is_set():
+            answer = client.completions.create(model="elastic", prompt="recite", temperature=0, max_tokens=100)
+            answers.add(answer.choices[0].text)
+        return answers
+
+    def wait_for_replicas(number: int) -> None:
+        while (found := len(_find(application, "elastic").pids)) != number:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.2)
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(keep_asking) for _ in range(4)]
+        try:
+            wait_for_replicas(2)
+        finally:
+            is_enough.set()
+        wait_for_replicas(1)
+        assert {text for one in asking for text in one.result()} == {recite(100)}
+    applications.remove(application.dashboard, "elastic")
+
+
+def test_a_drawn_request_id_is_in_the_replicas_log(application: Application, ray_head: RayHead) -> None:
+    client = OpenAI(base_url=f"{application.url}/v1", api_key="any", timeout=120.0)
+    raw = client.completions.with_raw_response.create(model="reciter", prompt="recite", max_tokens=3)
+    request_id = raw.headers["x-request-id"]
+    deadline = time.monotonic() + 60.0
+    while not (lines := _logged_requests(ray_head, request_id)):  # Ray may write its logs a little later
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    (line,) = lines
+    assert line["outcome"] == "ok" and line["output_tokens"] == 3 and line["endpoint"] == "completions"
 
 
 def test_a_stuck_replica_is_replaced_and_its_requests_end(application: Application) -> None:

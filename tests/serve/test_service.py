@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from graft_dist.budget import AcceptanceGain, UtilityBudget, batch_costs
 from graft_dist.cost_curve import CostCurve
@@ -61,6 +62,16 @@ def ask(running: Running, num_tokens: int = 30, **graft: Any) -> Any:
     return answer.model_dump()
 
 
+def test_rounds_have_the_threads_that_the_application_gives_them(serve_reciter: Callable[..., Running]) -> None:
+    for fields, expected in (({"threads": 2}, 2), ({"num_cpus": 3.0}, 1)):  # the configuration says 1
+        started = serve_reciter(**fields)
+        try:
+            assert asyncio.run(started.service.decode.call(torch.get_num_threads)) == expected
+        finally:
+            started.close()
+    torch.set_num_threads(1)
+
+
 def test_a_saved_policy_decodes_and_a_wrong_one_is_refused(
     running: Running, reciting_target: Target, tmp_path: Path
 ) -> None:
@@ -76,6 +87,8 @@ def test_a_saved_policy_decodes_and_a_wrong_one_is_refused(
     assert answer["metrics"]["graft"]["policy_fingerprint"] == fingerprint
     assert answer["metrics"]["graft"]["acceptance_length"] > 1
     assert answer["system_fingerprint"].endswith(f"folder-{fingerprint[:8]}")
+    other = ask(running, method="plain")["metrics"]["graft"]  # the policy had no part in it
+    assert (other["mean_budget"], other["policy_fingerprint"], other["policy_version"]) == (0.0, None, None)
 
     for wrong in (
         saved(reciting_target, tmp_path / "target", target_fingerprint="f" * 64),
