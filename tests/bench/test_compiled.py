@@ -1,0 +1,35 @@
+"""Every way of running the target computes the same logits; how fast one is, is nobody's test."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench import compiled
+from graft_dist.target import Target
+
+
+@pytest.mark.slow
+def test_all_ways_agree_and_are_timed(
+    tiny_target: Callable[[str], Target], tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "CONTEXT", 20)
+    monkeypatch.setattr(compiled, "MAX_LENGTH", 40)
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32).eval()
+    rows = compiled.measure(tiny_target("llama"), model, [3], num_rounds=2)
+    assert [(row["rows"], row["way"]) for row in rows] == [(3, way) for way in compiled.WAYS]
+    assert all(row["max_difference"] < 1e-4 and len(row["ms"]) == 2 for row in rows)
+
+
+def test_medians_by_way_and_rows() -> None:
+    rows = [
+        {"way": way, "rows": size, "first_s": 2.0, "max_difference": 0.0, "ms": [size, 3.0 * size, 2.0 * size]}
+        for size in (1, 9)
+        for way in compiled.WAYS
+    ]
+    shown = compiled.summary(rows)
+    assert shown[3] == {"way": "frozen", "rows_1": 2.0, "rows_9": 18.0, "first_s": 4.0}
+    assert json.loads(json.dumps(shown)) == shown
