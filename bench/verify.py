@@ -1,11 +1,12 @@
 """Recompute a benchmark's published numbers from its raw rows, with nothing but the standard library.
 
-    python bench/verify.py FOLDER|DOCUMENT.md ...
+    python bench/verify.py [FOLDER|DOCUMENT.md ...]      (default: all that the repository publishes)
 
-Each folder holds what `graft bench` or `graft bench-serve` wrote. Every cell of `summary.json` that is a function of
-the rows is computed again, in other code than the one that made it; the intervals' bounds, which come from random
-resampling, are checked against a resampling of our own. `summary.md` has to show the same numbers. Exit code 1, and a
-line for each, when something differs.
+Each folder holds what `graft bench`, `graft bench-serve` or `bench/forwards.py` wrote. Every cell of its summary that
+is a function of the rows is computed again, in other code than the one that made it; the intervals' bounds, which come
+from random resampling, are checked against a resampling of our own. `summary.md` has to show the same numbers, and of
+`graft bench` what a round's stages took. Rows of earlier versions have fewer columns, and so have their summaries. Exit
+code 1, and a line for each, when something differs.
 
 A document says where its figures come from in comments, each in front of the table or paragraph that it is about:
 
@@ -26,6 +27,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -89,13 +91,32 @@ def recompute(raw: list[Row], outputs: dict[tuple[str, str, int], Row], cell: Ro
     own = [row for _, row in pairs]
     total = sum(num_decoded(row) for row in own)
     num_rounds = sum(row["num_rounds"] for row in own)
-    return {
+    found: Row = {
         "speedup": speedup_of(pairs),
         "mat": total / num_rounds if num_rounds else None,
         "tokens_per_s": total / sum(row["decode_s"] for row in own),
         "mean_budget": sum(outputs[key_of(row)]["num_drafted"] for row in own) / num_rounds if num_rounds else 0.0,
         "num_prompts": len(pairs),
     }
+    return found | recompute_costs(own, num_rounds) if all("end_to_end_s" in row for row in own) else found
+
+
+def recompute_costs(own: list[Row], num_rounds: int) -> Row:
+    """What rows tell of mismatches and of time beside the forward passes; rows of earlier versions cannot."""
+    decode_s, mismatched = sum(row["decode_s"] for row in own), sum_of(own, "num_mismatched")
+    passes_ms, whole_s = sum_of(own, "draft_ms", "verify_ms"), sum_of(own, "end_to_end_s")
+    return {
+        "mismatch_rate": mismatched / num_rounds if num_rounds and mismatched is not None else None,
+        "overhead_ms": (1000 * decode_s - passes_ms) / num_rounds if num_rounds and passes_ms is not None else None,
+        "decode_s": decode_s,
+        "end_to_end_s": None if whole_s is None else whole_s + max(row["load_s"] or 0.0 for row in own),
+    }
+
+
+def sum_of(rows: list[Row], *columns: str) -> float | None:
+    """The sum of the columns over the rows; None if a value is missing."""
+    values = [row.get(column) for row in rows for column in columns]
+    return None if None in values else sum(values)
 
 
 def interval_of(pairs: list[tuple[Row, Row]], num_resamples: int = 1000) -> tuple[float, float]:
@@ -106,6 +127,8 @@ def interval_of(pairs: list[tuple[Row, Row]], num_resamples: int = 1000) -> tupl
 
 def differences(folder: Path) -> list[str]:
     """One line for each number that does not follow from the rows."""
+    if (folder / "summary.jsonl").is_file() and not (folder / "summary.json").is_file():
+        return forwards_differences(folder)
     return load_differences(folder) if (folder / "gaps.jsonl").is_file() else bench_differences(folder)
 
 
@@ -119,15 +142,44 @@ def bench_differences(folder: Path) -> list[str]:
     for cell in summary:
         name = f"{cell['method']} {cell['budget']} {cell['task']}"
         for column, value in recompute(raw, outputs, cell).items():
-            if not _is_close(cell[column], value, RELATIVE_TOLERANCE):
-                found.append(f"{name}: {column} is {cell[column]}, the rows give {value}")
+            if not _is_close(cell.get(column), value, RELATIVE_TOLERANCE):
+                found.append(f"{name}: {column} is {cell.get(column)}, the rows give {value}")
         low, high = interval_of(pairs_of(raw, cell))
         for column, value in (("speedup_low", low), ("speedup_high", high)):
             if abs(cell[column] - value) > INTERVAL_TOLERANCE * cell["speedup"]:
                 found.append(f"{name}: {column} is {cell[column]}, another resampling gives {value}")
         if _table_line(cell) not in tables:
             found.append(f"{name}: summary.md does not have the line of summary.json")
+    for arm in dict.fromkeys((cell["method"], cell["budget"]) for cell in summary):
+        line = stage_line(arm, raw, outputs)
+        if line not in tables.split("\n"):
+            found.append(f"{arm[0]} {arm[1]}: summary.md does not have the stages that the rows give: {line}")
     return found + _frozen_differences(folder) + _comparison_differences(folder, raw)
+
+
+def stage_line(arm: tuple[str, int], raw: list[Row], outputs: dict[tuple[str, str, int], Row]) -> str:
+    """An arm's line in the table of stages: milliseconds per round, end-to-end speed-up, answers unlike plain ones."""
+    own = {row["prompt_id"]: row for row in raw if (row["method"], row["budget"]) == arm}
+    plain = {row["prompt_id"]: row for row in raw if row["method"] == "plain" and row["prompt_id"] in own}
+    num_rounds = sum(row["num_rounds"] for row in own.values())
+    sums = [sum_of(list(own.values()), f"{stage}_ms") for stage in ("draft", "build", "verify", "commit")]
+    stages = [None if value is None or not num_rounds else value / num_rounds for value in sums]
+    seconds_per_token = [
+        sum(end_to_end_s(row) for row in rows) / sum(row["num_output_tokens"] for row in rows)
+        for rows in (list(plain.values()), [own[prompt_id] for prompt_id in plain])
+    ]
+    plain_hashes = {key[0]: row["output_sha256"] for key, row in outputs.items() if key[1] == "plain"}
+    num_differing = sum(
+        row["output_sha256"] != plain_hashes.get(key[0]) for key, row in outputs.items() if key[1:] == arm
+    )
+    speedup = seconds_per_token[0] / seconds_per_token[1]
+    return _shown_line([*arm, *stages, speedup, num_differing])
+
+
+def end_to_end_s(row: Row) -> float:
+    """Seconds of a row, loading excluded; earlier versions did not take the time of tokenising."""
+    whole_s = row.get("end_to_end_s")
+    return float(row["prefill_s"] + row["decode_s"] if whole_s is None else whole_s)
 
 
 def _comparison_differences(folder: Path, raw: list[Row]) -> list[str]:
@@ -183,10 +235,42 @@ def _is_close(first: float | None, second: float | None, tolerance: float) -> bo
 
 
 def _table_line(cell: Row) -> str:
-    shown = [
-        "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value) for value in cell.values()
-    ]
+    return _shown_line(list(cell.values()))
+
+
+def _shown_line(values: list[Any]) -> str:
+    shown = ["" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value) for value in values]
     return f"| {' | '.join(shown)} |"
+
+
+# ---- what `bench/forwards.py` wrote
+
+
+def forwards_differences(folder: Path) -> list[str]:
+    """`differences` of a measurement of the two forward passes: medians by kind of weights."""
+    raw, summary = read_lines(folder / "raw.jsonl"), read_lines(folder / "summary.jsonl")
+    if not all({"weights", "budget", "draft_ms", "verify_ms"} <= row.keys() for row in raw):
+        return ["raw.jsonl has other rows than those of bench/forwards.py, which are the only ones known here"]
+    kinds = dict.fromkeys(row["weights"] for row in raw)
+    found = []
+    if [cell["weights"] for cell in summary] != list(kinds):
+        found.append("summary.jsonl does not have one row for each kind of weights in raw.jsonl")
+    for cell in summary:
+        medians = forward_medians([row for row in raw if row["weights"] == cell["weights"]])
+        for column in dict.fromkeys([*cell, *medians]):
+            if column != "weights" and cell.get(column) != medians.get(column):
+                found.append(f"{cell['weights']}: {column} is {cell.get(column)}, the rows give {medians.get(column)}")
+    return found
+
+
+def forward_medians(rows: list[Row]) -> Row:
+    """Milliseconds of verifying, by budget, and of drafting."""
+    columns = {f"verify_{row['budget']}": [] for row in rows} | {"draft": []}
+    for row in rows:
+        columns[f"verify_{row['budget']}"].append(row["verify_ms"])
+        if row["budget"]:
+            columns["draft"].append(row["draft_ms"])
+    return {column: round(statistics.median(values), 3) for column, values in columns.items() if values}
 
 
 # ---- what `graft bench-serve` wrote
@@ -421,10 +505,19 @@ def _lookup(source: Path) -> Lookup:
     return look
 
 
+def published() -> list[Path]:
+    """What the repository publishes: measurements with a summary of their rows, and documents with marked figures."""
+    folders = [file.parent for file in (ROOT / "bench").rglob("summary.json")]
+    folders += [file.parent for file in (ROOT / "bench").glob("forwards*/summary.jsonl")]
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "graft_dist" / "data").rglob("README.md")]
+    marked = [page for page in documents if "\n<!-- figures" in page.read_text(encoding="utf-8")]
+    return [path.relative_to(ROOT) for path in sorted(folders) + sorted(marked)]
+
+
 def main() -> int:
-    paths = [Path(argument) for argument in sys.argv[1:]]
-    if not paths or any(path.name.startswith("-") for path in paths):
-        print("usage: python bench/verify.py FOLDER|DOCUMENT.md ...", file=sys.stderr)
+    paths = [Path(argument) for argument in sys.argv[1:]] or [ROOT / path for path in published()]
+    if any(path.name.startswith("-") for path in paths):
+        print("usage: python bench/verify.py [FOLDER|DOCUMENT.md ...]", file=sys.stderr)
         return 2
     failed = False
     for path in paths:

@@ -15,6 +15,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,8 @@ class RawRow:
 
     Stage milliseconds are sums over the rounds, None where unknown. mat: tokens committed per round of a sequence, None
     if the prefill's tokens were the only ones. Of several prompts, `prompt_id` has all their ids with commas between,
-    counts are sums, and `decode_s` is the time that passed for all of them.
+    counts are sums, and `decode_s` and `end_to_end_s` are the time that passed for all of them. The last three columns
+    are None in rows of earlier versions.
     """
 
     prompt_id: str
@@ -85,6 +87,9 @@ class RawRow:
     commit_ms: float | None
     temperature: float = 0.0
     batch: int = 1  # prompts decoded together
+    num_mismatched: int | None = None  # rounds that stopped at a token which the tree had under another parent
+    end_to_end_s: float | None = None  # from the prompt's text to the last token: tokenising and prefills included
+    load_s: float | None = None  # what loading the arm's models took, once for all its rows
 
     @property
     def arm(self) -> Arm:
@@ -114,7 +119,9 @@ class SummaryRow:
 
     speedup: plain decoding's seconds per token over the arm's, both summed over the same prompts; low and high bound
     the middle 95 % of it over resampled rows. mean_budget: draft nodes verified per round. num_prompts: rows, each of
-    one prompt, or of as many as were decoded together.
+    one prompt, or of as many as were decoded together. mismatch_rate: the part of the rounds that stopped at a token
+    which the tree had under another parent. overhead_ms: per round, what `decode_s` has beside drafting and verifying.
+    decode_s and end_to_end_s: sums over the rows, the latter with loading, once. None: rows that do not tell.
     """
 
     method: str
@@ -127,11 +134,18 @@ class SummaryRow:
     tokens_per_s: float
     mean_budget: float
     num_prompts: int
+    mismatch_rate: float | None
+    overhead_ms: float | None
+    decode_s: float
+    end_to_end_s: float | None
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
     """A learned arm against another that drafts, over one task's prompts or all: a line of `comparisons.jsonl`.
+
+    Rivals are the arms that are not learned, which tells what learning brings, and for learned budgets the learned
+    trees of a fixed budget, which tells what of it choosing the budgets brings.
 
     ratio: the rival's seconds per token over the arm's, both summed over the same prompts; above 1 the arm is faster.
     low and high bound the middle 95 % of it over resampled rows.
@@ -194,12 +208,17 @@ def rotated(arms: Sequence[Arm], turn: int) -> list[Arm]:
 
 
 def run_prompts(
-    arms: Sequence[Arm], requests: Iterable[tuple[int, Request]], decode: Decoder, temperature: float = 0.0
+    arms: Sequence[Arm],
+    requests: Iterable[tuple[int, Request]],
+    decode: Decoder,
+    temperature: float = 0.0,
+    load_s: Mapping[Arm, float] = MappingProxyType({}),
 ) -> Iterator[tuple[Request, list[Measurement], str | None]]:
     """All arms on each request in turn: (request, its measurements, None), or (request, [], why it could not be
     decoded).
 
-    `requests` come with their turn number, so that a resumed run rotates as an undisturbed one would.
+    `requests` come with their turn number, so that a resumed run rotates as an undisturbed one would. `load_s`: seconds
+    that loading took, by arm.
     """
     for turn, request in requests:
         measured: list[Measurement] = []
@@ -208,12 +227,12 @@ def run_prompts(
             if answer.finish_reason == "error":
                 yield request, [], f"{arm.name}: {answer.error}"
                 break
-            measured.append(to_measurement(arm, answer, temperature))
+            measured.append(to_measurement(arm, answer, temperature, load_s.get(arm)))
         else:
             yield request, measured, None
 
 
-def to_measurement(arm: Arm, answer: Answer, temperature: float = 0.0) -> Measurement:
+def to_measurement(arm: Arm, answer: Answer, temperature: float = 0.0, load_s: float | None = None) -> Measurement:
     """The rows of one answer."""
     is_engine = arm.method not in PEERS
     num_rounds = answer.num_rounds
@@ -232,6 +251,9 @@ def to_measurement(arm: Arm, answer: Answer, temperature: float = 0.0) -> Measur
         verify_ms=answer.stages.verify_ms if is_engine else None,
         commit_ms=answer.stages.commit_ms if is_engine else None,
         temperature=temperature,
+        num_mismatched=answer.num_mismatched,
+        end_to_end_s=answer.request.render_s + answer.total_s,
+        load_s=load_s,
     )
     output = OutputRow(
         prompt_id=answer.request.prompt_id,
@@ -244,11 +266,16 @@ def to_measurement(arm: Arm, answer: Answer, temperature: float = 0.0) -> Measur
     return Measurement(raw, output)
 
 
-def to_group_measurement(arm: Arm, answers: Sequence[Answer], total_s: float, temperature: float) -> Measurement:
+def to_group_measurement(
+    arm: Arm, answers: Sequence[Answer], total_s: float, temperature: float, load_s: float | None = None
+) -> Measurement:
     """The rows of several prompts of one task that were decoded together in `total_s`, prefills included.
 
-    `answers` stand in the order of the prompts. What a round's stages took belongs to all of them and is not kept.
+    `answers` stand in the order of the prompts. What a round's stages took is shared out evenly among its sequences, so
+    that the sums over all of them are what passed.
     """
+    stages = [answer.shared_stages for answer in answers]
+    mismatches = [answer.num_mismatched for answer in answers if answer.num_mismatched is not None]
     lengths = [length for answer in answers for length in answer.acceptance_lengths]
     prefill_s = sum(answer.prefill_s for answer in answers)
     prompt_id = ",".join(answer.request.prompt_id for answer in answers)
@@ -262,12 +289,15 @@ def to_group_measurement(arm: Arm, answers: Sequence[Answer], total_s: float, te
         prefill_s=prefill_s,
         num_rounds=len(lengths),
         mat=sum(lengths) / len(lengths) if lengths else None,
-        draft_ms=None,
-        build_ms=None,
-        verify_ms=None,
-        commit_ms=None,
+        draft_ms=sum(own.draft_ms for own in stages),
+        build_ms=sum(own.build_ms for own in stages),
+        verify_ms=sum(own.verify_ms for own in stages),
+        commit_ms=sum(own.commit_ms for own in stages),
         temperature=temperature,
         batch=len(answers),
+        num_mismatched=sum(mismatches) if len(mismatches) == len(answers) else None,
+        end_to_end_s=sum(answer.request.render_s for answer in answers) + total_s,
+        load_s=load_s,
     )
     output = OutputRow(
         prompt_id=prompt_id,
@@ -301,14 +331,16 @@ def summarise(raw: Sequence[RawRow], outputs: Sequence[OutputRow]) -> list[Summa
 
 
 def compare(raw: Sequence[RawRow]) -> list[ComparisonRow]:
-    """Each learned arm against each drafting arm that is not: a function of the raw rows alone."""
+    """Each learned arm against its rivals that draft: a function of the raw rows alone."""
     arms = list(dict.fromkeys(sorted((row.arm for row in raw), key=_arm_order)))
     learned = [arm for arm in arms if arm.method.startswith("graft")]
-    rivals = [arm for arm in arms if arm not in learned and arm.method not in (BASELINE, ORACLE, *PEERS)]
+    rivals = [arm for arm in arms if arm.method not in ("graft", BASELINE, ORACLE, *PEERS)]
     tasks = [*sorted({row.task for row in raw} - {ALL_TASKS}), ALL_TASKS]
     rows = {arm: {row.prompt_id: row for row in raw if row.arm == arm} for arm in arms}
     found = []
     for arm, rival, task in itertools.product(learned, rivals, tasks):
+        if rival in learned and arm.method != "graft":
+            continue
         pairs = _pairs(rows[rival], rows[arm].values(), task)
         if pairs:
             sums = _sums(pairs)
@@ -342,7 +374,11 @@ def _seconds_and_tokens(rows: Iterable[RawRow]) -> FloatArray:
 def _summarise_pairs(arm: Arm, task: str, pairs: list[tuple[RawRow, RawRow]], num_drafted: int) -> SummaryRow:
     plain, own = _sums(pairs)
     low, high = bootstrap_interval(plain, own)
-    num_rounds = sum(row.num_rounds for _, row in pairs)
+    rows = [row for _, row in pairs]
+    num_rounds = sum(row.num_rounds for row in rows)
+    num_mismatched = _total(row.num_mismatched for row in rows)
+    whole_s, load_s = _total(row.end_to_end_s for row in rows), [row.load_s for row in rows if row.load_s is not None]
+    forwards_ms = _total(ms for row in rows for ms in (row.draft_ms, row.verify_ms))
     decoded_s, num_decoded = own.sum(axis=0)
     return SummaryRow(
         method=arm.method,
@@ -355,7 +391,20 @@ def _summarise_pairs(arm: Arm, task: str, pairs: list[tuple[RawRow, RawRow]], nu
         tokens_per_s=num_decoded / decoded_s,
         mean_budget=num_drafted / num_rounds if num_rounds else 0.0,
         num_prompts=len(pairs),
+        mismatch_rate=num_mismatched / num_rounds if num_rounds and num_mismatched is not None else None,
+        overhead_ms=(1e3 * float(decoded_s) - forwards_ms) / num_rounds
+        if num_rounds and forwards_ms is not None
+        else None,
+        decode_s=float(decoded_s),
+        # A run that was gone on with has loaded more than once.
+        end_to_end_s=None if whole_s is None else whole_s + max(load_s, default=0.0),
     )
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    """Their sum; None if one is not known."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
 
 
 def paired_ratio(plain: FloatArray, own: FloatArray) -> float:
@@ -398,9 +447,12 @@ def render_markdown(
         "",
         "speedup: seconds per token of plain decoding over the arm's, summed over the same prompts, prefill excluded; "
         "low and high: 95 % bootstrap interval over prompts. mat: tokens committed per round, bonus token included. "
+        "mismatch_rate: rounds that stopped at a token which the tree had under another parent. overhead_ms: of a "
+        "round, what is left of it beside drafting and verifying. decode_s: seconds, prefill excluded; end_to_end_s: "
+        "with prefill, tokenising and one loading of the models. "
         "A best budget read off this table was chosen on the prompts it is measured on.",
         "",
-        "Milliseconds per round, and the same comparison with the prefill's time included:",
+        "Milliseconds per round, and the same comparison with tokenising and prefill included:",
         "",
     ]
     stages = [
@@ -440,7 +492,12 @@ def _stage_cells(arm: Arm, raw: Sequence[RawRow], outputs: Sequence[OutputRow]) 
 
 
 def _end_to_end(rows: Iterable[RawRow]) -> FloatArray:
-    return np.array([[row.prefill_s + row.decode_s, row.num_output_tokens] for row in rows], np.float64)
+    """Seconds and tokens [prompts, 2], loading excluded."""
+    return np.array([[_whole_s(row), row.num_output_tokens] for row in rows], np.float64)
+
+
+def _whole_s(row: RawRow) -> float:
+    return row.prefill_s + row.decode_s if row.end_to_end_s is None else row.end_to_end_s
 
 
 def _table(kind: type[SummaryRow | ComparisonRow], rows: Sequence[SummaryRow | ComparisonRow]) -> list[str]:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from numba import njit
 
-from graft_dist.cost_curve import CostCurve
+from graft_dist.cost_curve import BatchCostCurve, CostCurve
 from graft_dist.counter_random import hash_counters
 from graft_dist.draft_tree import DraftTree
 from graft_dist.errors import PolicyError
@@ -414,8 +414,20 @@ def batch_costs(cost: CostCurve, num_slots: int, max_budget: int) -> tuple[float
     """Return milliseconds of a round of S slots: plain, and drafted by the nodes of the largest tree [B + 1].
 
     The curve is one sequence's by its nodes, so one row less than was verified; S slots verify S times the rows of the
-    largest tree, root included. A plain round saves the draft: the curve's step between budget 0 and 1.
+    largest tree, root included. A plain round saves the draft: the curve's step between budget 0 and 1. Where a batch
+    was timed itself, fewer slots lie between it and one sequence on a straight line.
     """
+    if num_slots == 1 or not isinstance(cost, BatchCostCurve):
+        return _row_costs(cost, num_slots, max_budget)
+    share = min(1.0, (num_slots - 1) / (cost.num_slots - 1))
+    alone_ms, alone_drafted_ms = _row_costs(cost, 1, max_budget)
+    plain_ms, drafted_ms = _row_costs(cost.together, max(num_slots, cost.num_slots), max_budget)
+    drafted_ms = (1.0 - share) * alone_drafted_ms + share * drafted_ms
+    drafted_ms.setflags(write=False)
+    return (1.0 - share) * alone_ms + share * plain_ms, drafted_ms
+
+
+def _row_costs(cost: CostCurve, num_slots: int, max_budget: int) -> tuple[float, FloatArray]:
     table = cost.table(max(1, num_slots * (1 + max_budget) - 1))
     drafted_ms = table[num_slots - 1 :: num_slots][: 1 + max_budget].copy()
     if num_slots == 1:

@@ -60,6 +60,23 @@ class CostCurve:
         return table + self.token_ms * context_length
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchCostCurve(CostCurve):
+    """One sequence's curve, and that of a batch whose rounds were timed themselves.
+
+    One sequence's times say what a number of rows costs, but not what a batch adds to it: a longer draft, and attention
+    to several contexts. `budget.batch_costs` goes from one curve to the other as the slots fill up.
+    """
+
+    num_slots: int  # sequences of the batch, at least 2
+    together: CostCurve  # of all of them, by rows, as `budget.batch_costs` reads it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_slots < 2:
+            raise PolicyError(f"a batch has at least 2 sequences, not {self.num_slots}")
+
+
 @dataclass(frozen=True)
 class Timing:
     """Recorded rounds of one budget: medians over `num_rounds` rounds of one sequence's share."""

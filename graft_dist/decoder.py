@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+
 import torch
 
 from graft_dist.bench import DFLASH, ORACLE
@@ -26,19 +29,36 @@ def load_target(config: TargetConfig) -> Target:
     )
 
 
+@dataclass(frozen=True)
+class LoadTimes:
+    """Seconds that loading took."""
+
+    target_s: float
+    drafter_s: float  # 0 where none was loaded
+
+
 def load_decoder(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDrafter | None]:
     """Load the target, and its drafter when one of `methods` drafts; without `methods` both are loaded.
 
     Raises `TargetError` or `DrafterError` with one sentence when one of them is missing or the two do not fit.
     """
+    target, drafter, _ = load_timed(config, *methods)
+    return target, drafter
+
+
+def load_timed(config: TargetConfig, *methods: str) -> tuple[Target, DFlashDrafter | None, LoadTimes]:
+    """`load_decoder`, and what it took."""
     drafts = not methods or needs_drafter(*methods)
     if drafts:
         # A missing drafter is said before the target takes its time to load.
         checkpoint_folder(config.drafter, config.drafter_revision)
+    started = time.perf_counter()
     target = load_target(config)
+    loaded = time.perf_counter()
     if not drafts:
-        return target, None
-    return target, DFlashDrafter.load(config.drafter, target, revision=config.drafter_revision)
+        return target, None, LoadTimes(loaded - started, 0.0)
+    drafter = DFlashDrafter.load(config.drafter, target, revision=config.drafter_revision)
+    return target, drafter, LoadTimes(loaded - started, time.perf_counter() - loaded)
 
 
 def needs_drafter(*methods: str) -> bool:

@@ -6,6 +6,7 @@ belong to the caller.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ class Request:
     prompt_id: str
     task: str
     token_ids: list[int]
+    render_s: float = field(default=0.0, compare=False)  # what the chat template and the tokenizer took
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,9 @@ class Answer:
     and
         belongs to no round, so their sum is `len(token_ids) - 1`.
     decode_s: everything after the target's prefill, the drafter's prefill included.
+    stages: of whole rounds, whoever shared them; shared_stages: each round's time divided by its sequences.
+    num_mismatched: rounds whose walk stopped at a token that the tree had under another parent; None: not counted.
+    total_s: by the clock, from the prompt's token ids to the last token and its text.
     """
 
     request: Request
@@ -60,6 +65,9 @@ class Answer:
     prefill_s: float
     decode_s: float
     stages: StageTimes = field(default_factory=StageTimes)
+    shared_stages: StageTimes = field(default_factory=StageTimes)
+    num_mismatched: int | None = None
+    total_s: float = 0.0
 
     @property
     def num_rounds(self) -> int:
@@ -91,8 +99,9 @@ def to_request(prompt: Prompt | BadPrompt, tokenizer: ChatTokenizer, config: Tar
     """The prompt in the target's chat template. Raises `PromptError` for a bad line or a template that refuses."""
     if isinstance(prompt, BadPrompt):
         raise PromptError(f"{prompt.id}: {prompt.error}")
+    started = time.perf_counter()
     token_ids = render(tokenizer, prompt, config.system_prompt, config.enable_thinking)
-    return Request(prompt.id, prompt.task, token_ids)
+    return Request(prompt.id, prompt.task, token_ids, time.perf_counter() - started)
 
 
 def answer_all(
@@ -140,9 +149,12 @@ class _Growing:
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.started = time.perf_counter()
         self.token_ids: list[int] = []
         self.pieces: list[str] = []
         self.acceptance_lengths: list[int] = []
+        self.num_mismatched = 0
+        self.shared_ms = [0.0] * 4
 
     def take(self, event: SequenceEvent) -> None:
         # The first token is the prefill's; every later event with tokens is one round.
@@ -150,6 +162,13 @@ class _Growing:
             self.acceptance_lengths.append(len(event.token_ids))
         self.token_ids += event.token_ids
         self.pieces.append(event.text)
+        if event.trace is not None:
+            trace = event.trace
+            self.num_mismatched += trace.is_mismatch
+            stages_ns = trace.draft_ns, trace.build_ns, trace.verify_ns, trace.commit_ns
+            self.shared_ms = [
+                ms + ns / trace.batch_size / 1e6 for ms, ns in zip(self.shared_ms, stages_ns, strict=True)
+            ]
 
     def finished(self, event: SequenceEvent) -> Answer:
         assert event.finish_reason is not None
@@ -171,4 +190,7 @@ class _Growing:
                 verify_ms=summary.verify_s * 1e3,
                 commit_ms=summary.commit_s * 1e3,
             ),
+            shared_stages=StageTimes(*self.shared_ms),
+            num_mismatched=self.num_mismatched,
+            total_s=time.perf_counter() - self.started,
         )

@@ -126,6 +126,7 @@ class Reference:
             num_drafted=clock.num_proposed,
             prefill_s=first - started,
             decode_s=last - first,
+            total_s=last - started,
         )
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from graft_dist.bench import BASELINE, ORACLE, PEERS, Arm
 from graft_dist.config import TargetConfig
-from graft_dist.decoder import new_engine
+from graft_dist.decoder import LoadTimes, needs_drafter, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.generate import Answer, Request, answer_all, failed_answer
 from graft_dist.oracle import KnownAnswer
@@ -38,6 +38,7 @@ class ArmDecoder:
         maker: PolicyMaker,
         *,
         batch: int = 1,
+        loading: LoadTimes,
     ) -> None:
         own = [arm for arm in arms if arm.method not in PEERS]
         largest = max(arm.budget for arm in own)
@@ -50,7 +51,10 @@ class ArmDecoder:
         }
         self._plain: Answer | None = None  # the last one, from which the oracle knows what follows
         self._peers = {arm.method: assistance(arm.method, drafter) for arm in arms if arm.method in PEERS}
+        started = time.perf_counter()
         self._reference = Reference.load(config, target, params) if self._peers else None
+        reference_s = time.perf_counter() - started
+        self.load_s = {arm: self._load_s(arm, loading, reference_s) for arm in arms}
 
     def answer(self, arm: Arm, request: Request) -> Answer:
         """Answer one prompt."""
@@ -77,6 +81,11 @@ class ArmDecoder:
         total_s = time.perf_counter() - started
         places = {id(request): place for place, request in enumerate(requests)}
         return sorted(answers, key=lambda answer: places[id(answer.request)]), total_s
+
+    def _load_s(self, arm: Arm, loading: LoadTimes, reference_s: float) -> float:
+        """Seconds that loading what decodes an arm took, had it been loaded alone."""
+        target_s = reference_s if arm.method in self._peers else loading.target_s
+        return target_s + (loading.drafter_s if needs_drafter(arm.method) else 0.0)
 
     def _decode(self, arm: Arm, requests: Sequence[Request]) -> list[Answer]:
         if arm.method == BASELINE:

@@ -25,7 +25,7 @@ from graft_dist.bench import (
     run_prompts,
 )
 from graft_dist.config import TargetConfig
-from graft_dist.decoder import load_decoder
+from graft_dist.decoder import load_timed
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.errors import PolicyError
 from graft_dist.generate import Request
@@ -59,7 +59,7 @@ def run_bench(  # noqa: PLR0913 - each argument is one option of the command
     if greedy and not params.is_greedy:
         raise PolicyError(f"the method {greedy[0]} is transformers' greedy generate: leave it out above temperature 0")
     make_out_folder(out)  # said before the models take their time to load
-    target, drafter = load_decoder(config, *methods)
+    target, drafter, loading = load_timed(config, *methods)
     maker = new_maker(config, target, drafter, learned)
     arms = arms_for(methods, budgets, drafter.draft_depth if drafter else 0, caps_of(learned))
     folder = BenchFolder(out, arms)
@@ -67,11 +67,12 @@ def run_bench(  # noqa: PLR0913 - each argument is one option of the command
     settings |= {"policy_fingerprint": learned.fingerprint, "prompt_file": file_identity(prompt_file)}
     folder.open(settings, provenance() | _cost_of(maker, methods))
     requests, failed = to_requests(prompts, target.tokenizer, config)
-    decode = ArmDecoder(config, target, drafter, arms, params, maker).answer
+    decoder = ArmDecoder(config, target, drafter, arms, params, maker, loading=loading)
     waiting = [(turn, request) for turn, request in enumerate(requests) if request.prompt_id not in folder.done_prompts]
-    _warm_up(arms, [request for _, request in waiting[:num_warmup]], decode)
+    _warm_up(arms, [request for _, request in waiting[:num_warmup]], decoder.answer)
     exit_code = report_failures(failed)
-    for request, measured, problem in run_prompts(arms, waiting, decode, params.temperature):
+    measuring = run_prompts(arms, waiting, decoder.answer, params.temperature, decoder.load_s)
+    for request, measured, problem in measuring:
         if problem is not None:
             print(f"graft: {request.prompt_id} was left out: {problem}", file=sys.stderr, flush=True)
             exit_code = 1
@@ -131,14 +132,22 @@ def _progress_line(num_done: int, total: int, request: Request, measured: Sequen
 
 
 def render_overall(summary: Sequence[SummaryRow]) -> str:
-    """The rows over all prompts, aligned for a terminal."""
-    lines = [f"{'method':<10}{'budget':>7}{'speedup':>9}{'95 % interval':>17}{'MAT':>7}{'tokens/s':>10}{'prompts':>9}"]
+    """The rows over all prompts, aligned for a terminal; overhead in milliseconds per round, the last two seconds."""
+    lines = [
+        f"{'method':<12}{'budget':>7}{'speedup':>9}{'95 % interval':>17}{'MAT':>7}{'tokens/s':>10}{'prompts':>9}"
+        f"{'mismatch':>10}{'overhead':>10}{'decoding':>10}{'end to end':>12}"
+    ]
     for row in summary:
         if row.task == ALL_TASKS:
             interval = f"{row.speedup_low:.2f} to {row.speedup_high:.2f}"
-            mat = "" if row.mat is None else f"{row.mat:.2f}"
             lines.append(
-                f"{row.method:<10}{row.budget:>7}{row.speedup:>9.2f}{interval:>17}{mat:>7}{row.tokens_per_s:>10.1f}"
-                f"{row.num_prompts:>9}"
+                f"{row.method:<12}{row.budget:>7}{row.speedup:>9.2f}{interval:>17}{shown(row.mat, 2):>7}"
+                f"{row.tokens_per_s:>10.1f}{row.num_prompts:>9}{shown(row.mismatch_rate, 3):>10}"
+                f"{shown(row.overhead_ms, 2):>10}{row.decode_s:>10.1f}{shown(row.end_to_end_s, 1):>12}"
             )
     return "\n".join(lines)
+
+
+def shown(value: float | None, digits: int) -> str:
+    """A number of a table, or nothing."""
+    return "" if value is None else f"{value:.{digits}f}"

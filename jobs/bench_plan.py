@@ -25,6 +25,9 @@ from jobs.prompt_reader import FileSystem, read_sources
 Group = tuple[Prompt, ...]
 """Prompts of one task that are decoded together: the work item of a benchmark."""
 
+BUDGETED_METHODS = ("ddtree", "graft-fixed")
+"""Methods whose budget is somebody's choice."""
+
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -57,6 +60,7 @@ class BenchPlan(BaseModel):
     tuning: Annotated[tuple[PromptSource, ...], Field(strict=False)] = ()  # budgets are chosen on these
     methods: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
     budgets: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
+    all_budgets: Annotated[tuple[str, ...], Field(strict=False)] = ()  # methods measured at every one, frozen or not
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)] = (0.0,)
     batches: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)] = (1,)
     max_new_tokens: Count = 128
@@ -73,6 +77,9 @@ class BenchPlan(BaseModel):
             raise ValueError(f"unknown method {unknown[0]!r}, allowed are {', '.join(allowed)}")
         if BASELINE not in self.methods:
             raise ValueError(f"speed is compared with plain decoding: add {BASELINE} to the methods")
+        for method in self.all_budgets:
+            if method not in BUDGETED_METHODS or method not in self.methods:
+                raise ValueError(f"all_budgets has {method!r}, which is no method of this plan that takes a budget")
         return self
 
     @property

@@ -21,23 +21,23 @@ from typing import Any, Protocol
 from graft_dist.bench import ALL_TASKS, BASELINE, Arm, Measurement, SummaryRow
 from graft_dist.config import TargetConfig
 from graft_dist.prompts import Prompt
+from jobs.bench_command import shown
 from jobs.bench_folder import BenchFolder
-from jobs.bench_plan import BenchPlan, Cell, Group, grouped
+from jobs.bench_plan import BUDGETED_METHODS, BenchPlan, Cell, Group, grouped
 from jobs.out_file import to_json, write_aside
 from jobs.provenance import commit, provenance, public_config
 
-BUDGETED_METHODS = ("ddtree", "graft-fixed")
-"""Methods whose budget is somebody's choice."""
-
-
 _MIN_ITEMS = 5
 """Fewest work items for an interval to be shown: that of two or three is as good as none."""
+_HEADS = ("method", "budget", "MAT", "tokens/s", "mismatch", "overhead ms", "decoding s", "end to end s")
+_COLUMNS = {"mat": 2, "tokens_per_s": 1, "mismatch_rate": 3, "overhead_ms": 2, "decode_s": 1, "end_to_end_s": 1}
+"""What the table shows of a summary's row over all prompts, with its digits, below the last of these heads."""
 
 
 class Worker(Protocol):
     """What measures: a `BenchWorker`, here or behind a cluster."""
 
-    def describe(self) -> dict[str, Any]: ...
+    def describe(self, cell: Cell) -> dict[str, Any]: ...
     def arms(self, methods: Sequence[str], budgets: Sequence[int]) -> list[Arm]: ...
     def measure(self, cell: Cell, arms: Sequence[Arm], turn: int, group: Group) -> list[Measurement] | str: ...
 
@@ -71,7 +71,7 @@ class BenchRun:
         arms = [
             arm
             for arm in self.worker.arms(methods, self.plan.budgets)
-            if arm.method not in frozen or arm.budget == frozen[arm.method]
+            if arm.budget == frozen.get(arm.method, arm.budget) or arm.method in self.plan.all_budgets
         ]
         return num_failed + self._measure(cell, arms, self.measured, folder, {"frozen_budgets": frozen})[1]
 
@@ -94,7 +94,7 @@ class BenchRun:
         self, cell: Cell, arms: Sequence[Arm], prompts: list[Prompt], path: Path, choices: dict[str, Any]
     ) -> tuple[list[SummaryRow], int]:
         folder = BenchFolder(path, arms)
-        facts = self.worker.describe()
+        facts = self.worker.describe(cell)
         where = {key: facts.pop(key) for key in ("machine", "cost")}
         folder.open(self._settings(cell, arms, prompts) | facts | choices, provenance() | where)
         groups = list(enumerate(grouped(prompts, cell.batch)))
@@ -149,28 +149,39 @@ def render_table(out: Path) -> str:
         rows = json.loads(file.read_text(encoding="utf-8"))
         tasks = [ALL_TASKS, *sorted({row["task"] for row in rows} - {ALL_TASKS})]
         lines += [f"## {file.parent.parent.name}, {file.parent.name}", ""]
-        lines += [f"| method | budget | MAT | tokens/s | {' | '.join(tasks)} |", f"|{'---|' * (4 + len(tasks))}"]
+        heads = [*_HEADS, *tasks]
+        lines += [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+        frozen = _frozen(file.parent)
         for arm in dict.fromkeys((row["method"], row["budget"]) for row in rows):
             own = {row["task"]: row for row in rows if (row["method"], row["budget"]) == arm}
             if ALL_TASKS in own:
-                lines.append(_table_line(own, tasks))
+                lines.append(_table_line(own, tasks, is_frozen=frozen.get(arm[0]) == arm[1]))
         lines.append("")
     return "\n".join(
         [
             "Speed-up over plain decoding on the same prompts, and the middle 95 % when work items are drawn anew.",
             "In a folder tX-bY prompts were decoded Y at a time at temperature X, and such a group is one work item.",
-            f"Below {_MIN_ITEMS} items no interval is shown.",
+            f"Below {_MIN_ITEMS} items no interval is shown. A star marks the budget that was chosen on other prompts.",
+            "mismatch: rounds that stopped at a token which the tree had under another parent. overhead: milliseconds "
+            "per round of a sequence beside drafting and verifying. end to end: with prefill, tokenising and one "
+            "loading of the models.",
             "",
             *lines,
         ]
     )
 
 
-def _table_line(own: dict[str, dict[str, Any]], tasks: Sequence[str]) -> str:
+def _frozen(cell_folder: Path) -> dict[str, int]:
+    file = cell_folder / "frozen.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _table_line(own: dict[str, dict[str, Any]], tasks: Sequence[str], is_frozen: bool) -> str:
     whole = own[ALL_TASKS]
-    mat = "" if whole["mat"] is None else f"{whole['mat']:.2f}"
-    cells = ["" if row is None else _speedup(row) for row in map(own.get, tasks)]
-    return f"| {whole['method']} | {whole['budget']} | {mat} | {whole['tokens_per_s']:.1f} | {' | '.join(cells)} |"
+    cells = [whole["method"], f"{whole['budget']}{'*' if is_frozen else ''}"]
+    cells += [shown(whole.get(column), digits) for column, digits in _COLUMNS.items()]
+    cells += ["" if row is None else _speedup(row) for row in map(own.get, tasks)]
+    return f"| {' | '.join(cells)} |"
 
 
 def _speedup(row: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from graft_dist.bench import ORACLE, Arm, Measurement, arms_for, rotated, to_group_measurement, to_measurement
 from graft_dist.config import TargetConfig
-from graft_dist.decoder import load_decoder
+from graft_dist.decoder import LoadTimes, load_timed
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.errors import GraftError
 from graft_dist.generate import to_request
@@ -40,11 +40,16 @@ class BenchWorker:
     def __init__(self, config: TargetConfig, plan: BenchPlan, num_threads: int) -> None:
         self._config, self._plan, self._num_threads = config, plan, num_threads
         self._ready: tuple[Cell, tuple[Arm, ...], ArmDecoder] | None = None
+        self._makers: dict[int, PolicyMaker] = {}  # by sequences decoded together: costs differ
 
-    def describe(self) -> dict[str, Any]:
-        """What rows have to share to stand in one table, and beside it, under "machine" and "cost", what people ask."""
-        target, drafter = self._models
-        is_costed = any(method in (*COSTED_METHODS, *LEARNED_METHODS, ORACLE) for method in self._plan.methods)
+    def describe(self, cell: Cell) -> dict[str, Any]:
+        """What rows have to share to stand in one table, and beside it, under "machine" and "cost", what people ask.
+
+        Costs that nobody knows yet are measured here: with as many sequences as the cell decodes together.
+        """
+        target, drafter, _ = self._models
+        methods = self._plan.methods_of(cell)
+        is_costed = any(method in (*COSTED_METHODS, *LEARNED_METHODS, ORACLE) for method in methods)
         return {
             "target_fingerprint": target.fingerprint,
             "drafter_fingerprint": drafter.fingerprint if drafter else None,
@@ -52,12 +57,12 @@ class BenchWorker:
             "dtype": target.dtype_name,
             "threads": torch.get_num_threads(),
             "machine": machine(),
-            "cost": asdict(self._maker.cost) if is_costed else None,
+            "cost": asdict(self._maker(cell.batch).cost) if is_costed else None,
         }
 
     def arms(self, methods: Sequence[str], budgets: Sequence[int]) -> list[Arm]:
         """The arms of some methods, plain decoding first."""
-        _, drafter = self._models
+        _, drafter, _ = self._models
         depth = drafter.draft_depth if drafter else 0
         return arms_for(methods, budgets, depth, caps_of(self._learned))
 
@@ -78,9 +83,9 @@ class BenchWorker:
             if problem is not None:
                 return f"{arm.name}: {problem}"
             measured.append(
-                to_measurement(arm, answers[0], cell.temperature)
+                to_measurement(arm, answers[0], cell.temperature, decoder.load_s[arm])
                 if cell.batch == 1
-                else to_group_measurement(arm, answers, total_s, cell.temperature)
+                else to_group_measurement(arm, answers, total_s, cell.temperature, decoder.load_s[arm])
             )
         return measured
 
@@ -89,14 +94,16 @@ class BenchWorker:
         return read_learned(self._plan.policy, None, self._plan.methods, self._config)
 
     @cached_property
-    def _models(self) -> tuple[Target, DFlashDrafter | None]:
+    def _models(self) -> tuple[Target, DFlashDrafter | None, LoadTimes]:
         torch.set_num_threads(self._num_threads)
         disable_progress_bar()
-        return load_decoder(self._config, *self._plan.methods)
+        return load_timed(self._config, *self._plan.methods)
 
-    @cached_property
-    def _maker(self) -> PolicyMaker:
-        return new_maker(self._config, *self._models, self._learned)
+    def _maker(self, batch: int) -> PolicyMaker:
+        if batch not in self._makers:
+            target, drafter, _ = self._models
+            self._makers[batch] = new_maker(self._config, target, drafter, self._learned, num_slots=batch)
+        return self._makers[batch]
 
     def _decoder(self, cell: Cell, arms: tuple[Arm, ...]) -> ArmDecoder:
         """The decoder of a cell; the last one's caches are let go first."""
@@ -105,6 +112,9 @@ class BenchWorker:
             params = SamplingParams(
                 temperature=cell.temperature, seed=self._plan.seed, max_new_tokens=self._plan.max_new_tokens
             )
-            decoder = ArmDecoder(self._config, *self._models, arms, params, self._maker, batch=cell.batch)
+            target, drafter, loading = self._models
+            decoder = ArmDecoder(
+                self._config, target, drafter, arms, params, self._maker(cell.batch), batch=cell.batch, loading=loading
+            )
             self._ready = cell, arms, decoder
         return self._ready[2]

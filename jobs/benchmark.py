@@ -50,8 +50,8 @@ class RayWorker:
         )(BenchWorker)
         self._actor: Any = actor_class.remote(config, plan, num_cpus)
 
-    def describe(self) -> dict[str, Any]:
-        return _result(self._actor.describe.remote())
+    def describe(self, cell: Cell) -> dict[str, Any]:
+        return _result(self._actor.describe.remote(cell))
 
     def arms(self, methods: Sequence[str], budgets: Sequence[int]) -> list[Arm]:
         return _result(self._actor.arms.remote(methods, budgets))

@@ -63,7 +63,9 @@ def load_engine(config: TargetConfig, method: str, budget: int | None, learned: 
     return new_engine(config, target, drafter, policy, max_slots=max_slots, max_budget=largest)
 
 
-def new_maker(config: TargetConfig, target: Target, drafter: DFlashDrafter | None, learned: Learned) -> PolicyMaker:
+def new_maker(
+    config: TargetConfig, target: Target, drafter: DFlashDrafter | None, learned: Learned, num_slots: int = 1
+) -> PolicyMaker:
     """What makes the policies of a command's methods; measuring costs is said on stderr."""
     return PolicyMaker(
         target,
@@ -71,6 +73,7 @@ def new_maker(config: TargetConfig, target: Target, drafter: DFlashDrafter | Non
         config.num_candidates,
         learned=learned.policy,
         cost=learned.cost,
+        num_slots=num_slots,
         say=lambda line: print(f"graft: {line}", file=sys.stderr, flush=True),
     )
 

@@ -13,7 +13,7 @@ from random import Random
 import pytest
 
 from graft_dist.bench import Arm, Measurement, to_measurement
-from graft_dist.generate import Answer, Request
+from graft_dist.generate import Answer, Request, StageTimes
 from graft_dist.prompts import Prompt
 from jobs.bench_folder import BenchFolder
 from jobs.load_client import Outcome, Reply
@@ -21,7 +21,8 @@ from jobs.load_report import ServiceLevel, render_markdown, summarise, to_lines,
 from jobs.load_schedule import Load
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = sorted(file.parent for file in (ROOT / "bench").rglob("summary.json"))
+FORWARDS = sorted(file.parent for file in (ROOT / "bench").glob("forwards*/summary.jsonl"))
+PUBLISHED = [*sorted(file.parent for file in (ROOT / "bench").rglob("summary.json")), *FORWARDS]
 CARDS = sorted((ROOT / "graft_dist" / "data").rglob("README.md"))
 DOCUMENTS = [ROOT / "README.md", *CARDS]
 NAMES = ["README", *(card.parent.parent.name for card in CARDS)]
@@ -44,6 +45,11 @@ def test_published_numbers_follow_from_their_rows(folder: Path) -> None:
 def test_figures_of_a_document_follow_from_their_rows(document: Path) -> None:
     done = verify(document)
     assert done.returncode == 0, done.stdout
+
+
+def test_what_is_verified_when_nothing_is_named_is_all_of_these() -> None:
+    published = runpy.run_path(str(ROOT / "bench" / "verify.py"))["published"]()
+    assert {ROOT / path for path in published} == {*PUBLISHED, *DOCUMENTS, *PAGES}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
@@ -81,24 +87,37 @@ def test_a_folder_of_summaries_is_read_by_the_names_of_its_files(tmp_path: Path)
 
 
 def measurements(index: int) -> list[Measurement]:
-    request = Request(f"p{index}", "ab"[index % 2], [1, 2])
+    request = Request(f"p{index}", "ab"[index % 2], [1, 2], render_s=0.01)
     tokens = list(range(13))
-    plain = Answer(request, tokens, "", "length", None, [1] * 12, 0, 0.1, 1.0 + 0.1 * index)
-    tree = Answer(request, tokens, "", "length", None, [3] * 4, 32, 0.1, 0.5 + 0.07 * (index % 3))
-    learned = Answer(request, tokens, "", "length", None, [4] * 3, 24, 0.1, 0.4 + 0.05 * (index % 5))
-    arms = (Arm("plain", 0), Arm("ddtree", 8), Arm("graft", 64))
-    return [to_measurement(*pair) for pair in zip(arms, (plain, tree, learned), strict=True)]
+
+    def answer(lengths: list[int], num_drafted: int, decode_s: float, num_mismatched: int) -> Answer:
+        stages = StageTimes(100 * decode_s, 10 * decode_s, 870 * decode_s, 20 * decode_s)
+        return Answer(
+            request, tokens, "", "length", None, lengths, num_drafted, 0.1, decode_s, stages,
+            num_mismatched=num_mismatched, total_s=0.12 + decode_s,
+        )  # fmt: skip
+
+    answers = {
+        Arm("plain", 0): answer([1] * 12, 0, 1.0 + 0.1 * index, 0),
+        Arm("ddtree", 8): answer([3] * 4, 32, 0.5 + 0.07 * (index % 3), 2),
+        Arm("graft", 64): answer([4] * 3, 24, 0.4 + 0.05 * (index % 5), 1),
+    }
+    return [to_measurement(arm, own, load_s=2.0 + index) for arm, own in answers.items()]
 
 
-def test_true_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:
-    folder = BenchFolder(tmp_path, [Arm("plain", 0), Arm("ddtree", 8), Arm("graft", 64)])
+def measured_folder(path: Path) -> Path:
+    folder = BenchFolder(path, [Arm("plain", 0), Arm("ddtree", 8), Arm("graft", 64)])
     folder.open({}, {})
     for index in range(8):
         folder.append(measurements(index))
     folder.finish()
-    assert verify(tmp_path).returncode == 0
+    return path
+
+
+def test_true_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:
+    assert verify(measured_folder(tmp_path)).returncode == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
-    for column in ("speedup", "speedup_low", "mat", "tokens_per_s", "mean_budget", "num_prompts"):
+    for column in set(summary[0]) - {"method", "budget", "task"}:
         false = [{**row, column: row[column] * 2} for row in summary]
         (tmp_path / "summary.json").write_text(json.dumps(false))
         done = verify(tmp_path)
@@ -119,6 +138,71 @@ def test_true_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:
         done = verify(tmp_path)
         assert done.returncode == 1
         assert f"graft over ddtree-8, all: {column} is" in done.stdout
+
+
+def test_a_false_stage_in_the_tables_is_found(tmp_path: Path) -> None:
+    check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["differences"]
+    tables = (measured_folder(tmp_path) / "summary.md").read_text()
+    [line] = re.findall(r"^\| ddtree \| 8 \| \d.*$", tables, re.MULTILINE)
+    cells = line.split(" | ")
+    assert len(cells) == 8 and check(tmp_path) == []
+    for place in range(2, 8):
+        false = [*cells[:place], "9" + cells[place], *cells[place + 1 :]]
+        (tmp_path / "summary.md").write_text(tables.replace(line, " | ".join(false)))
+        assert [found.split(":")[0] for found in check(tmp_path)] == ["ddtree 8"]
+
+
+def test_rows_of_earlier_versions_pass_and_their_false_numbers_do_not(tmp_path: Path) -> None:
+    check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["differences"]
+    raw, summary = (measured_folder(tmp_path) / "raw.jsonl"), tmp_path / "summary.json"
+    new_columns = ("num_mismatched", "end_to_end_s", "load_s")
+    rows = [json.loads(line) for line in raw.read_text().splitlines()]
+    old_rows = [{key: value for key, value in row.items() if key not in new_columns} for row in rows]
+    cells = [dict(list(cell.items())[:10]) for cell in json.loads(summary.read_text())]
+    assert "num_prompts" in cells[0] and "mismatch_rate" not in cells[0]
+    summary.write_text(json.dumps(cells))
+    assert any("overhead_ms is None" in line for line in check(tmp_path))  # what the rows tell may not be left out
+    raw.write_text("".join(json.dumps(row) + "\n" for row in old_rows))
+    stage_line = runpy.run_path(str(ROOT / "bench" / "verify.py"))["stage_line"]
+    outputs = {(row["prompt_id"], row["method"], row["budget"]): row for row in map(
+        json.loads, (tmp_path / "outputs.jsonl").read_text().splitlines()
+    )}  # fmt: skip
+    arms = dict.fromkeys((cell["method"], cell["budget"]) for cell in cells)
+    lines = [" | ".join(["", *map(shown, cell.values()), ""]).strip() for cell in cells]
+    lines += [stage_line(arm, old_rows, outputs) for arm in arms]
+    (tmp_path / "summary.md").write_text("\n".join(lines) + "\n")
+    assert check(tmp_path) == []
+    summary.write_text(json.dumps([{**cell, "mat": cell["mat"] + 1} for cell in cells]))
+    assert any("mat is" in line for line in check(tmp_path))
+
+
+def shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def test_medians_of_forward_passes_pass_and_each_false_one_is_named(tmp_path: Path) -> None:
+    check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["differences"]
+    rows = [
+        {"weights": weights, "budget": budget, "draft_ms": 0.01 if budget == 0 else 9.0 + turn, "verify_ms": ms + turn}
+        for weights in ("plain", "packed")
+        for turn in range(4)
+        for budget, ms in ((0, 40.0), (8, 50.0), (64, 90.0))
+    ]
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    true = runpy.run_path(str(ROOT / "bench" / "forwards.py"))["summary"](rows)
+    assert true[0] == {"weights": "plain", "verify_0": 41.5, "verify_8": 51.5, "verify_64": 91.5, "draft": 10.5}
+
+    def found(cells: list[dict]) -> list[str]:
+        (tmp_path / "summary.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+        return check(tmp_path)
+
+    assert found(true) == []
+    for column in list(true[0])[1:]:
+        assert found([true[0], {**true[1], column: 1.0}])[0].startswith(f"packed: {column} is 1.0")
+        assert found([true[0], {key: true[1][key] for key in true[1] if key != column}])
+    assert "one row for each kind" in found(true[:1])[0]
+    (tmp_path / "raw.jsonl").write_text('{"model": "m", "ms": 1.0}\n')
+    assert "which are the only ones known here" in found(true)[0]
 
 
 def test_a_load_tests_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from graft_dist.bench import (
     rotated,
     run_prompts,
     summarise,
+    to_group_measurement,
 )
 from graft_dist.errors import PolicyError
 from graft_dist.generate import Answer, Request, StageTimes, failed_answer
@@ -74,10 +75,11 @@ def test_run_prompts_interleaves_arms_per_prompt_in_rotated_order() -> None:
         return Answer(request, [1, 2, 3, 4], "", "length", None, [2, 1], 16, 0.5, 2.0, StageTimes(1, 2, 3, 4))
 
     requests = [Request(f"p{index}", "chat", [1]) for index in range(2)]
-    found = list(run_prompts(arms, enumerate(requests), decode))
+    found = list(run_prompts(arms, enumerate(requests), decode, load_s={Arm("plain", 0): 5.0}))
     assert calls == [("p0", "plain"), ("p0", "ddtree-8"), ("p1", "ddtree-8"), ("p1", "plain")]
     _, measured, problem = found[1]
     assert problem is None
+    assert [row.raw.load_s for row in measured] == [None, 5.0]
     row = measured[0].raw
     assert (row.method, row.num_output_tokens, row.num_rounds, row.mat) == ("ddtree", 4, 2, 1.5)
     assert (row.draft_ms, row.build_ms, row.verify_ms, row.commit_ms) == (1, 2, 3, 4)
@@ -109,12 +111,13 @@ def test_raw_and_summary_rows_have_exactly_the_published_keys() -> None:
     raw = [raw_row("a", "plain", 0, 2.0), raw_row("a", "ddtree", 8, 1.0)]
     assert list(asdict(raw[0])) == [
         "prompt_id", "task", "method", "budget", "num_output_tokens", "decode_s", "prefill_s", "num_rounds", "mat",
-        "draft_ms", "build_ms", "verify_ms", "commit_ms", "temperature", "batch",
+        "draft_ms", "build_ms", "verify_ms", "commit_ms", "temperature", "batch", "num_mismatched", "end_to_end_s",
+        "load_s",
     ]  # fmt: skip
     summary = summarise(raw, [output_row(row) for row in raw])
     assert list(asdict(summary[0])) == [
         "method", "budget", "task", "speedup", "speedup_low", "speedup_high", "mat", "tokens_per_s", "mean_budget",
-        "num_prompts",
+        "num_prompts", "mismatch_rate", "overhead_ms", "decode_s", "end_to_end_s",
     ]  # fmt: skip
 
 
@@ -141,6 +144,38 @@ def test_speedup_is_the_ratio_of_summed_seconds_per_token_over_the_same_prompts(
     assert rows[("plain", "all")].speedup_low == rows[("plain", "all")].speedup_high == 1.0
 
 
+def test_mismatches_overhead_and_the_whole_time_are_pooled_over_the_same_prompts() -> None:
+    ours = {"num_rounds": 5, "num_mismatched": 2, "draft_ms": 300.0, "verify_ms": 1600.0, "end_to_end_s": 2.5}
+    raw = [
+        raw_row("a", "plain", 0, 4.0),
+        raw_row("b", "plain", 0, 8.0),
+        raw_row("a", "ddtree", 8, 2.0, load_s=3.0, **ours),
+        raw_row("b", "ddtree", 8, 4.0, load_s=7.0, **(ours | {"num_rounds": 15, "verify_ms": 3600.0})),
+        raw_row("c", "ddtree", 8, 9.0, load_s=99.0, **ours),  # no partner: must not count
+    ]
+    rows = {row.method: row for row in summarise(raw, [output_row(row) for row in raw]) if row.task == "all"}
+    own = rows["ddtree"]
+    assert own.mismatch_rate == pytest.approx(4 / 20)
+    assert own.overhead_ms == pytest.approx((6000 - 600 - 5200) / 20)
+    assert (own.decode_s, own.end_to_end_s) == (6.0, 12.0)  # loaded twice, by a run that was gone on with: once counts
+    plain = rows["plain"]  # rows of an earlier version: they tell the stages and no more
+    assert (plain.mismatch_rate, plain.end_to_end_s) == (None, None) and plain.overhead_ms is not None
+
+
+def test_stages_of_prompts_decoded_together_are_shared_out() -> None:
+    def answer(name: str, lengths: list[int]) -> Answer:
+        request, share = Request(name, "chat", [1], render_s=0.25), StageTimes(*[float(len(lengths))] * 4)
+        return Answer(
+            request, [0] * (1 + sum(lengths)), "", "length", None, lengths, 4, 0.5, 9.0, StageTimes(70, 70, 70, 70),
+            share, num_mismatched=1, total_s=8.0,
+        )  # fmt: skip
+
+    row = to_group_measurement(Arm("ddtree", 8), [answer("a", [2, 1]), answer("b", [3])], 4.0, 0.0, load_s=6.0).raw
+    assert (row.draft_ms, row.build_ms, row.verify_ms, row.commit_ms) == (3.0,) * 4
+    assert (row.num_rounds, row.num_mismatched, row.decode_s) == (3, 2, 3.0)
+    assert (row.end_to_end_s, row.load_s) == (4.5, 6.0)
+
+
 def test_learned_arms_are_compared_with_those_that_draft_on_the_same_prompts() -> None:
     raw = [
         raw_row("a", "plain", 0, 4.0),
@@ -151,9 +186,14 @@ def test_learned_arms_are_compared_with_those_that_draft_on_the_same_prompts() -
         raw_row("a", "oracle", 64, 0.5),
         raw_row("a", "graft", 64, 1.0),
         raw_row("b", "graft", 64, 3.0, task="code", num_output_tokens=21),
+        raw_row("a", "graft-fixed", 8, 1.5),
     ]
     found = {(row.arm, row.rival, row.task): row for row in compare(raw)}
-    assert {(arm, rival) for arm, rival, _ in found} == {("graft", "ddtree-8"), ("graft", "caddtree")}
+    others = {"ddtree-8", "caddtree"}
+    pairs = {("graft", rival) for rival in {*others, "graft-fixed-8"}} | {("graft-fixed-8", rival) for rival in others}
+    assert {(arm, rival) for arm, rival, _ in found} == pairs
+    assert found["graft", "graft-fixed-8", "all"].ratio == pytest.approx(1.5)
+    assert found["graft-fixed-8", "ddtree-8", "all"].ratio == pytest.approx(2.0 / 1.5)
     assert found["graft", "ddtree-8", "math"].ratio == pytest.approx(2.0)
     assert found["graft", "ddtree-8", "code"].ratio == pytest.approx((6.0 / 10) / (3.0 / 20))
     both = found["graft", "ddtree-8", "all"]
@@ -206,6 +246,7 @@ def test_markdown_shows_every_summary_row_and_the_stage_times() -> None:
     text = render_markdown(summarise(raw, outputs), compare(raw), raw, outputs)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 6 + 2 + 3
-    assert "| ddtree | 8 | math | 2.000 | 2.000 | 2.000 | 1.000 | 10.000 | 0.000 | 1 |" in lines
+    start = "| ddtree | 8 | math | 2.000 | 2.000 | 2.000 | 1.000 | 10.000 | 0.000 | 1 |"
+    assert f"{start}  | 99.100 | 1.000 |  |" in lines
     assert lines[-1].startswith("| ddtree | 8 | 0.100 | 0.050 | 0.800 | 0.025 | 1.909 |")
     json.dumps([asdict(row) for row in raw])  # rows are plain JSON

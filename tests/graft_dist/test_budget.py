@@ -30,7 +30,7 @@ from graft_dist.budget import (
     degenerations,
     joint_budgets,
 )
-from graft_dist.cost_curve import CostCurve, line
+from graft_dist.cost_curve import BatchCostCurve, CostCurve, line
 from graft_dist.draft_tree import DraftTree, build_tree, root_tree
 from graft_dist.errors import PolicyError
 
@@ -232,6 +232,22 @@ def test_costs_of_a_batch() -> None:
     assert drafted_ms.tolist() == [15, 19, 23]  # four times one, two, three rows: the curve at 3, 7, 11
     assert plain_ms == 12.0
     assert [len(batch_costs(CURVE, *shape)[1]) for shape in ((1, 0), (1, 1), (3, 0), (3, 5))] == [1, 2, 1, 6]
+
+
+def test_costs_of_a_batch_that_was_timed_itself() -> None:
+    """Four slots: plain 20, roots with a draft 26, one node each 30, three nodes each 40."""
+    together = CostCurve((0, 1, 3, 7, 15), (20.0, 26.0, 26.0, 30.0, 40.0), "timed")
+    cost = BatchCostCurve(CURVE.budgets, CURVE.round_ms, "both", num_slots=4, together=together)
+    plain_ms, drafted_ms = batch_costs(cost, 4, 3)
+    assert plain_ms == 20.0 and drafted_ms.tolist() == [26, 30, 35, 40]
+    assert batch_costs(cost, 1, 2)[0] == batch_costs(CURVE, 1, 2)[0]
+    assert batch_costs(cost, 1, 2)[1].tolist() == batch_costs(CURVE, 1, 2)[1].tolist() == [13, 13, 14]
+    plain_ms, drafted_ms = batch_costs(cost, 2, 1)  # a third of the way from one slot to four
+    assert plain_ms == pytest.approx(10 + 10 / 3)
+    assert drafted_ms.tolist() == pytest.approx([13 + 13 / 3, 13 + 17 / 3])
+    assert batch_costs(cost, 8, 0)[1].tolist() == [30.0]  # more slots than were timed: by their rows
+    with pytest.raises(PolicyError, match="at least 2 sequences, not 1"):
+        replace(cost, num_slots=1)
 
 
 def test_one_long_tree_is_not_paid_for_with_the_rows_of_all() -> None:

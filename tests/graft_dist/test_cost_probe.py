@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from graft_dist.budget import FixedBudget, UtilityBudget
-from graft_dist.cost_curve import CostCurve
-from graft_dist.cost_probe import measure_cost
+from graft_dist.budget import FixedBudget, UtilityBudget, batch_costs
+from graft_dist.cost_curve import BatchCostCurve, CostCurve
+from graft_dist.cost_probe import cost_of, measure_cost, probe_rounds
 from graft_dist.errors import PolicyError
 from graft_dist.hardware import describe_hardware
 from graft_dist.policy import GraftPolicy
@@ -38,6 +40,38 @@ def test_a_chain_gives_the_sizes_it_has_and_long_measurements_start_again(tiny_l
     assert measure_cost(short, FakeDrafter(short), budgets=(1, 2), num_candidates=2, num_rounds=6).budgets == (0, 1, 2)
 
 
+def test_a_batch_is_timed_with_all_its_sequences(tiny_llama: Target) -> None:
+    drafter = FakeDrafter(tiny_llama)
+    for num_slots in (2, 3):
+        records = probe_rounds(
+            tiny_llama, drafter, [[1, 2, 3], [4, 5], [6]], budgets=(1, 4), num_candidates=8, num_rounds=20,
+            limit_s=60.0, num_slots=num_slots,
+        )  # fmt: skip
+        assert len(records) == 60 and {record.batch_size for record in records} == {num_slots}
+        assert {record.batch_rows for record in records} == {num_slots * (1 + budget) for budget in (0, 1, 4)}
+        curve = cost_of(records, "here")
+        assert curve is not None and f"60 rounds of {num_slots} sequences at 3 budgets" in curve.source
+        assert curve.budgets == tuple(sorted({0, 1, num_slots - 1, 2 * num_slots - 1, 5 * num_slots - 1}))
+
+
+def test_a_batchs_curve_gives_back_its_medians(tiny_llama: Target) -> None:
+    """Read for as many slots, it has the plain round's time, the draft's with the roots alone, and the trees'."""
+    [record] = probe_rounds(
+        tiny_llama, FakeDrafter(tiny_llama), [[1, 2]], budgets=(1, 2), num_candidates=4, num_rounds=1, limit_s=60.0,
+        num_slots=3,
+    )[:1]  # fmt: skip
+    times = {0: (0.0, 20e6), 1: (5e6, 24e6), 4: (5e6, 35e6)}
+    rounds = [
+        replace(record, budget=budget, draft_ns=int(draft_ns), build_ns=0, verify_ns=int(verify_ns), commit_ns=0)
+        for budget, (draft_ns, verify_ns) in times.items()
+    ]
+    curve = cost_of(rounds, "here")
+    assert curve is not None
+    plain_ms, drafted_ms = batch_costs(curve, 3, 4)
+    assert plain_ms == pytest.approx(20.0)
+    assert drafted_ms[[0, 1, 4]].tolist() == pytest.approx([25.0, 29.0, 40.0])
+
+
 @pytest.mark.parametrize("budgets", [(), (0,), (4,), (-1, 2)])
 def test_too_few_budgets_are_refused(budgets: tuple[int, ...], tiny_llama: Target) -> None:
     with pytest.raises(PolicyError, match="two budgets above 0"):
@@ -66,6 +100,21 @@ def test_the_cost_is_the_given_one_else_the_policys_else_measured(tiny_llama: Ta
     for method in ("caddtree", "graft"):
         budget = maker.make(method, 30).budget
         assert isinstance(budget, UtilityBudget) and budget.max_budget == 30 and budget.cost is maker.cost
+
+
+def test_costs_of_a_batch_are_probed_with_it_whatever_a_policy_knows(tiny_llama: Target) -> None:
+    drafter = FakeDrafter(tiny_llama)
+    knowing = fitting(tiny_llama, drafter, cost_curves={describe_hardware("float32", tiny_llama.device): CURVE})
+    said: list[str] = []
+    maker = PolicyMaker(tiny_llama, drafter, 8, learned=knowing, num_slots=2, say=said.append)
+    cost = maker.cost
+    assert isinstance(cost, BatchCostCurve) and cost.num_slots == 2
+    assert "of 2 sequences" in cost.together.source and cost.budgets[1] == 1
+    assert said == ["measuring what rounds of one sequence and of 2 cost on this machine"]
+    for method in ("caddtree", "graft"):
+        budget = maker.make(method, 30).budget
+        assert isinstance(budget, UtilityBudget) and budget.cost is cost
+    assert PolicyMaker(tiny_llama, drafter, 8, cost=GIVEN, num_slots=2).cost is GIVEN
 
 
 def test_each_policy_is_fresh_and_named_after_its_method(tiny_llama: Target) -> None:

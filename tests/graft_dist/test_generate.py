@@ -1,9 +1,10 @@
 import json
+from typing import Any
 
 import pytest
 
 from graft_dist.config import TargetConfig
-from graft_dist.engine import Engine
+from graft_dist.engine import Engine, SequenceEvent
 from graft_dist.errors import PromptError
 from graft_dist.generate import Request, answer_all, to_request
 from graft_dist.policy import ddtree, plain
@@ -52,6 +53,34 @@ def test_slots_change_the_order_but_not_the_answers(tiny_llama: Target) -> None:
     one_by_one = answers_of(Engine(tiny_llama, None, plain(), max_slots=1), REQUESTS)
     together = answers_of(Engine(tiny_llama, None, plain(), max_slots=3), REQUESTS)
     assert one_by_one == together
+
+
+class WatchedEngine(Engine):
+    """Remembers the events of every step."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.steps: list[list[SequenceEvent]] = []
+
+    def step(self) -> list[SequenceEvent]:
+        self.steps.append(super().step())
+        return self.steps[-1]
+
+
+def test_mismatches_are_counted_and_rounds_of_several_are_shared_out(tiny_llama: Target) -> None:
+    known = answers_of(Engine(tiny_llama, None, plain(), max_slots=1), REQUESTS)
+    sequences = [request.token_ids + known[request.prompt_id] for request in REQUESTS]
+    drafter = FakeDrafter(tiny_llama, sequences, accuracy=0.5)  # where it errs, a depth has the token at another rank
+    engine = WatchedEngine(tiny_llama, drafter, ddtree(12, num_candidates=8), max_slots=3, record=True)
+    answers = list(answer_all(engine, REQUESTS, PARAMS))
+    records = [event.round for events in engine.steps for event in events if event.round is not None]
+    assert sum(answer.num_mismatched or 0 for answer in answers) == sum(record.is_mismatch for record in records) > 0
+    rounds = [{event.trace.verify_ns for event in events if event.trace is not None} for events in engine.steps]
+    assert all(len(times) <= 1 for times in rounds)  # one round a step, whose time all its sequences tell
+    passed_ms = sum(sum(times) for times in rounds) / 1e6
+    assert sum(answer.shared_stages.verify_ms for answer in answers) == pytest.approx(passed_ms)
+    assert sum(answer.stages.verify_ms for answer in answers) > 1.5 * passed_ms
+    assert all(answer.total_s > answer.decode_s for answer in answers)
 
 
 def test_a_request_the_engine_refuses_is_an_error_and_the_rest_goes_on(tiny_llama: Target) -> None:

@@ -11,10 +11,11 @@ import pyarrow.parquet
 import pytest
 import yaml
 
+from graft_dist.bench import PEERS
 from graft_dist.config import load_config
 from graft_dist.errors import ConfigError, PromptError
 from graft_dist.prompts import Prompt, is_held_out
-from jobs.bench_plan import first_of_each_task, grouped, measured_prompts, read_plan, tuning_prompts
+from jobs.bench_plan import Cell, first_of_each_task, grouped, measured_prompts, read_plan, tuning_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = {"targets": ["tiny"], "prompts": [{"path": "p.jsonl"}], "methods": ["plain", "ddtree"], "budgets": [4]}
@@ -32,6 +33,8 @@ def written(folder: Path, **changes: Any) -> Path:
         ({"methods": ["ddtree"]}, "add plain to the methods"),
         ({"budgets": [0]}, "budgets.0: Input should be greater than or equal to 1"),
         ({"batch": [1]}, "batch: Extra inputs"),
+        ({"all_budgets": ["plain"]}, "all_budgets has 'plain', which is no method of this plan that takes a budget"),
+        ({"all_budgets": ["graft-fixed"]}, "all_budgets has 'graft-fixed', which is no method of this plan"),
         ({"prompts": [{"path": "a", "hub": "b/c"}]}, "one of path, hub and traffic"),
     ],
 )
@@ -125,3 +128,7 @@ def test_the_built_in_plan_can_be_read() -> None:
     measured = measured_prompts(plan)
     assert measured and all(is_held_out(prompt.turns) for prompt in measured)
     assert tuning_prompts(plan, measured)
+    assert 4 in plan.budgets and plan.all_budgets == ("ddtree",)
+    alone = plan.methods_of(Cell(temperature=0, batch=1))
+    assert set(alone) == {"plain", *PEERS, "chain", "ddtree", "caddtree", "graft", "graft-fixed", "oracle"}
+    assert set(plan.methods_of(Cell(temperature=1, batch=16))) == {*alone} - {*PEERS, "oracle"}

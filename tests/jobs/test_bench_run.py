@@ -119,9 +119,37 @@ def test_a_learned_policy_takes_part_with_its_own_budgets_a_frozen_one_and_the_o
             assert len({row["output_sha256"] for row in outputs if row["prompt_id"] == prompt_id}) == 1
         assert any(row["num_drafted"] for row in outputs if row["method"] == "graft-fixed")
         compared = {(row["arm"], row["rival"]) for row in read_lines(folder / "comparisons.jsonl")}
-        rival = f"ddtree-{frozen['ddtree']}"
-        assert compared == {("graft", rival), (f"graft-fixed-{frozen['graft-fixed']}", rival)}
-        assert json.loads((folder / "run.json").read_text())["settings"]["policy_fingerprint"] == policy.fingerprint
+        rival, fixed = f"ddtree-{frozen['ddtree']}", f"graft-fixed-{frozen['graft-fixed']}"
+        assert compared == {("graft", rival), ("graft", fixed), (fixed, rival)}
+        report = json.loads((folder / "run.json").read_text())
+        assert report["settings"]["policy_fingerprint"] == policy.fingerprint
+        if name.endswith("b1"):
+            assert report["cost"] == json.loads(json.dumps(asdict(CURVE)))  # known to the policy
+        else:
+            assert report["cost"]["num_slots"] == 2 and "rounds of 2 sequences" in report["cost"]["source"]
+
+
+def test_a_method_can_keep_all_its_budgets_beside_the_frozen_one(tiny_config: TargetConfig, tmp_path: Path) -> None:
+    changes = {"temperatures": (0.0,), "warmup": 0, "methods": ("plain", "ddtree"), "all_budgets": ("ddtree",)}
+    plan = PLAN.model_copy(update=changes)
+    run = BenchRun(
+        plan=plan, config=tiny_config, worker=BenchWorker(tiny_config, plan, 1), measured=prompts("m", 4),
+        tuning=prompts("t", 2), out=tmp_path, say=lambda line: None,
+    )  # fmt: skip
+    assert run.run() == 0
+    differences = runpy.run_path(str(ROOT / "bench" / "verify.py"))["differences"]
+    for name in ("t0-b1", "t0-b2"):
+        folder = tmp_path / tiny_config.slug / name
+        rows = read_lines(folder / "raw.jsonl")
+        assert {(row["method"], row["budget"]) for row in rows} == {("plain", 0), ("ddtree", 2), ("ddtree", 4)}
+        assert all(row["verify_ms"] > 0 and row["num_mismatched"] >= 0 for row in rows)
+        assert all(row["end_to_end_s"] > row["prefill_s"] + row["decode_s"] and row["load_s"] > 0 for row in rows)
+        loads = {row["method"]: row["load_s"] for row in rows}
+        assert loads["ddtree"] > loads["plain"]  # with its drafter
+        assert differences(folder) == []
+    stars = [line.split(" | ")[1] for line in render_table(tmp_path).splitlines() if line.startswith("| ddtree |")]
+    frozen = json.loads((tmp_path / tiny_config.slug / "t0-b1" / "frozen.json").read_text())["ddtree"]
+    assert stars[:2] == [f"{budget}*" if budget == frozen else str(budget) for budget in (2, 4)]
 
 
 def test_a_run_that_was_stopped_measures_only_what_is_missing(tiny_config: TargetConfig, tmp_path: Path) -> None:
@@ -158,7 +186,7 @@ def test_a_group_that_cannot_be_decoded_is_counted_and_the_rest_goes_on(
 
 def test_a_few_work_items_have_no_interval(tmp_path: Path) -> None:
     def row(task: str, num_items: int) -> SummaryRow:
-        return SummaryRow("ddtree", 8, task, 1.5, 1.25, 1.75, 2.0, 10.0, 8.0, num_items)
+        return SummaryRow("ddtree", 8, task, 1.5, 1.25, 1.75, 2.0, 10.0, 8.0, num_items, 0.0625, 1.5, 20.0, None)
 
     for cell, num_items in (("t0-b1", 5), ("t0-b16", 4)):
         (tmp_path / "tiny" / cell).mkdir(parents=True)
@@ -166,14 +194,14 @@ def test_a_few_work_items_have_no_interval(tmp_path: Path) -> None:
         (tmp_path / "tiny" / cell / "summary.json").write_text(json.dumps(rows))
     lines = [line for line in render_table(tmp_path).splitlines() if line.startswith("| ddtree |")]
     assert lines == [
-        "| ddtree | 8 | 2.00 | 10.0 | 1.50 (1.25 to 1.75) | 1.50 |",
-        "| ddtree | 8 | 2.00 | 10.0 | 1.50 | 1.50 |",
+        "| ddtree | 8 | 2.00 | 10.0 | 0.062 | 1.50 | 20.0 |  | 1.50 (1.25 to 1.75) | 1.50 |",
+        "| ddtree | 8 | 2.00 | 10.0 | 0.062 | 1.50 | 20.0 |  | 1.50 | 1.50 |",
     ]
 
 
 def test_the_best_budget_is_the_fastest_over_all_prompts() -> None:
     def row(budget: int, task: str, speedup: float) -> SummaryRow:
-        return SummaryRow("ddtree", budget, task, speedup, 1.0, 2.0, 1.5, 10.0, budget, 3)
+        return SummaryRow("ddtree", budget, task, speedup, 1.0, 2.0, 1.5, 10.0, budget, 3, None, None, 1.0, None)
 
     rows = [row(4, "all", 1.2), row(8, "all", 1.4), row(16, "all", 1.3), row(16, "math", 9.0)]
     assert best_budgets(rows) == {"ddtree": 8}

@@ -67,9 +67,11 @@ SURFACE = {
 }
 STAGES = "draft_ms build_ms verify_ms commit_ms"
 RAW_KEYS = (
-    f"prompt_id task method budget num_output_tokens decode_s prefill_s num_rounds mat {STAGES} temperature batch"
+    f"prompt_id task method budget num_output_tokens decode_s prefill_s num_rounds mat {STAGES} temperature batch "
+    "num_mismatched end_to_end_s load_s"
 )
-SUMMARY_KEYS = "method budget task speedup speedup_low speedup_high mat tokens_per_s mean_budget num_prompts"
+SUMMARY_KEYS = "method budget task speedup speedup_low speedup_high mat tokens_per_s mean_budget num_prompts "
+SUMMARY_KEYS += "mismatch_rate overhead_ms decode_s end_to_end_s"
 
 
 def commands() -> dict[str, list[str]]:
@@ -389,7 +391,9 @@ def test_bench_writes_rows_summary_tables_and_provenance(
     sha256 = hashlib.sha256((project / "prompts.jsonl").read_bytes()).hexdigest()
     assert run["settings"]["prompt_file"] == {"name": "prompts.jsonl", "sha256": sha256}
     assert str(project) not in json.dumps(run)
-    assert re.search(r"^ddtree +8 ", capsys.readouterr().out, re.MULTILINE)
+    printed = capsys.readouterr().out
+    assert re.search(r"^ddtree +8 ", printed, re.MULTILINE)
+    assert re.search(r" mismatch +overhead +decoding +end to end$", printed, re.MULTILINE)
 
 
 def test_a_stopped_bench_goes_on_and_another_one_is_refused(
