@@ -246,7 +246,13 @@ async def _events(response: httpx2.Response) -> AsyncIterator[str]:
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                yield line[5:].strip().decode("utf-8", "replace")
+                yield _data(line)
+    if rest.startswith(b"data:"):
+        yield _data(rest)
+
+
+def _data(line: bytes) -> str:
+    return line[5:].strip().decode("utf-8", "replace")
 
 
 def _object(text: str) -> dict[str, Any] | None:

@@ -198,13 +198,21 @@ def _take_down(address: str, name: str, patience_s: float, ending: _Ending) -> N
     try:
         applications.remove(address, name)
         deadline = time.monotonic() + patience_s
-        while applications.is_there(address, name):
+        while _is_there(address, name):
             if ending.is_hurried or time.monotonic() > deadline:
                 _say("requests still run; nobody waits for them any more")
                 return
             time.sleep(0.3)
     except GraftError as error:
         _say(f"the application could not be taken down: {error}")
+
+
+def _is_there(address: str, name: str) -> bool:
+    """Whether the application may still have requests: also where a busy dashboard does not answer."""
+    try:
+        return applications.is_there(address, name)
+    except GraftError:
+        return True
 
 
 def _say(text: str) -> None:

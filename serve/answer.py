@@ -6,6 +6,7 @@ Owns texts, log-probabilities and counts of one answer, streamed or whole. Knows
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -17,6 +18,7 @@ from graft_dist.sampling import TokenLogprob
 
 Endpoint = Literal["chat", "completions"]
 
+_CONTINUES = re.compile(rb"[\x80-\xbf]")  # a byte of UTF-8 that begins no character
 _KEPT_TOKENS = 16_384  # tokens whose text is remembered
 
 
@@ -136,9 +138,12 @@ class Answer:
             return {"content": [self._chat_logprob(entry) for entry in logprobs], "refusal": None}
         shown = [self._tokens.described(entry.token_id) for entry in logprobs]
         offsets = []
-        for token in shown:  # of a character that several tokens make up, each has the offset
-            offsets.append(self._text_length)
-            self._text_length += len(self._characters.decode(bytes(token["bytes"])))
+        for token, entry in zip(shown, logprobs, strict=True):
+            data = b"" if self._tokens.is_special(entry.token_id) else bytes(token["bytes"])
+            if data and not _CONTINUES.match(data):  # a character that was begun and will never end is U+FFFD
+                self._text_length += len(self._characters.decode(b"", final=True))
+            offsets.append(self._text_length)  # of a character that several tokens make up, each has the offset
+            self._text_length += len(self._characters.decode(data))
         return {
             "tokens": [token["token"] for token in shown],
             "token_logprobs": [entry.logprob for entry in logprobs],
@@ -167,8 +172,13 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
         self._bytes_of = byte_alphabet()
         self._described = lru_cache(_KEPT_TOKENS)(self._describe)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token appears in no text."""
+        return token_id in self._special_ids
 
     def text(self, token_id: int) -> str:
         """The token's text; an incomplete character shows as U+FFFD."""

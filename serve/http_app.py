@@ -156,7 +156,7 @@ def request_id(request: Request) -> str:
     if _REQUEST_ID.fullmatch(given):
         return given
     drawn = str(uuid.uuid4())
-    if given:
+    if REQUEST_ID_HEADER in request.headers:
         logger.info(json.dumps({"event": "request_id", "request_id": drawn, "given": given[:_SHOWN_ID]}))
     return drawn
 

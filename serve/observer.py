@@ -55,7 +55,7 @@ class RequestReport:
     num_output_tokens: int
     first_token_s: float | None  # from the arrival of the request; None: there was none
     duration_s: float
-    policy: str  # label of the application's policy that was in force when it was last decoded
+    policy: str  # label of the application's policy that was in force when it was last decoded, or else when it came
     method: str | None  # that the request chose instead
     token_gaps_s: Sequence[float]  # between tokens: an event's gap, divided by its tokens; one entry per event
 

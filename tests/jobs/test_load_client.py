@@ -61,7 +61,7 @@ def test_unicodes_line_breaks_end_no_event() -> None:
         json.dumps(text).encode(), json.dumps(text, ensure_ascii=False).encode()
     )
     assert "\u2028".encode() in raw  # as it is, not escaped
-    reply = ask(scripted(head(), raw[:40], raw[40:], b"data: [DONE]\n\n", pause_s=0.01), CHAT)
+    reply = ask(scripted(head(), raw[:40], raw[40:], b"data: [DONE]", pause_s=0.01), CHAT)
     assert (reply.outcome, reply.texts) == (Outcome.ok, (text,))
 
 

@@ -45,6 +45,9 @@ def test_limits_become_the_deployments() -> None:
     assert deployment.max_ongoing_requests >= 10  # our own refusal, with its proper body, comes first
     assert deployment.ray_actor_options["num_cpus"] == 1.5 and deployment.ray_actor_options["num_gpus"] == 0.5
     assert deployment.num_replicas == 2
+    assert deployment.max_queued_requests >= 10  # Serve's own queue, with the same answer as ours
+    refusal = deployment._deployment_config.backpressure_config
+    assert (refusal.status_code, refusal.retry_after_s) == (429, 3)
     assert deployment.user_config == {"policy": None}
     assert deployment._deployment_config.graceful_shutdown_timeout_s > args.max_request_s
     short = build(ServeArgs(config="smollm2-135m", max_request_s=20, drain_timeout_s=60))._bound_deployment

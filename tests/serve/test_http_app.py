@@ -192,9 +192,19 @@ def test_a_character_of_several_tokens_has_one_offset(reciting_target: Target) -
     ids = tokenizer.encode("a\N{SNOWMAN}b", add_special_tokens=False)
     assert len(ids) == 5  # a letter, the three bytes of a snowman, a letter
     answer = Answer(0, "completions", TokenTexts(tokenizer))
-    entries = [TokenLogprob(token, -1.0, ()) for token in ids]
+    entries = [TokenLogprob(token, -1.0, 1) for token in ids]
     shown = [answer.chunk("", part, None)["logprobs"] for part in (entries[:2], entries[2:])]
     assert [offset for part in shown for offset in part["text_offset"]] == [0, 1, 1, 1, 2]
+
+
+def test_offsets_count_what_the_text_has(reciting_target: Target) -> None:
+    tokenizer = reciting_target.tokenizer
+    letter, begun, *_ = tokenizer.encode("a\N{SNOWMAN}", add_special_tokens=False)
+    ids = [begun, letter, tokenizer.eos_token_id, letter]  # a character that never ends; a token that no text has
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "\N{REPLACEMENT CHARACTER}aa"
+    answer = Answer(0, "completions", TokenTexts(tokenizer))
+    shown = answer.chunk("", [TokenLogprob(token, -1.0, 1) for token in ids], None)["logprobs"]
+    assert shown["text_offset"] == [0, 1, 2, 2]
 
 
 def test_an_event_has_no_line_breaks_of_its_own(reciter: Running) -> None:
@@ -609,13 +619,13 @@ def test_the_log_has_a_line_of_json_per_request_and_no_texts(
     finally:
         logger.removeHandler(caplog.handler)
         talkative.close()
-    messages = dict.fromkeys(record.message for record in caplog.records if "logged-1" in record.message)
-    quiet, loud = (json.loads(message) for message in messages)
+    messages = list(dict.fromkeys(record.message for record in caplog.records))  # pytest may have listened, too
+    quiet, loud = (json.loads(message) for message in messages if "logged-1" in message)
     assert (quiet["request_id"], quiet["outcome"], quiet["output_tokens"]) == ("logged-1", "ok", 5)
     assert "answers" not in quiet and "prompt_token_ids" not in quiet
     assert loud["answers"] == ["Stop?"] and loud["method"] is None
-    (given,) = (json.loads(record.message) for record in caplog.records if "not an id" in record.message)
-    drawn = [record.message for record in caplog.records if given["request_id"] in record.message]
+    (given,) = (json.loads(message) for message in messages if "not an id" in message)
+    drawn = [message for message in messages if given["request_id"] in message]
     assert json.loads(drawn[-1])["method"] == "plain" and len(drawn) == 2
 
 
