@@ -147,7 +147,7 @@ def test_a_method_can_keep_all_its_budgets_beside_the_frozen_one(tiny_config: Ta
         loads = {row["method"]: row["load_s"] for row in rows}
         assert loads["ddtree"] > loads["plain"]  # with its drafter
         # An interval of so few items hangs on the draws, the more so on a busy machine.
-            assert [line for line in differences(folder) if "another resampling" not in line] == []
+        assert [line for line in differences(folder) if "another resampling" not in line] == []
     stars = [line.split(" | ")[1] for line in render_table(tmp_path).splitlines() if line.startswith("| ddtree |")]
     frozen = json.loads((tmp_path / tiny_config.slug / "t0-b1" / "frozen.json").read_text())["ddtree"]
     assert stars[:2] == [f"{budget}*" if budget == frozen else str(budget) for budget in (2, 4)]

@@ -467,11 +467,11 @@ def test_a_loop_that_does_not_come_round_is_stuck(make: Callable[..., Bench]) ->
 def test_the_requests_of_a_stuck_loop_end(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     """Or Serve, which lets a replica finish its requests before it ends it, would wait as long as one may run."""
     monkeypatch.setattr("serve.decode_thread._SURE_S", 0.1)
-    bench = make(stuck_after_s=0.2)
+    bench = make(stuck_after_s=1.0)
     release = threading.Event()
 
     async def run() -> None:
-        hanging = asyncio.create_task(bench.thread.call(lambda: release.wait(30)))
+        hanging = asyncio.create_task(bench.thread.call(lambda: release.wait(300)))
         left, *streams = [bench.submit() for _ in range(5)]
         left.cancel()  # its client has gone
         readers = [asyncio.create_task(stream.next()) for stream in streams]
