@@ -133,7 +133,9 @@ def test_a_method_can_keep_all_its_budgets_beside_the_frozen_one(tiny_config: Ta
     changes = {"temperatures": (0.0,), "warmup": 0, "methods": ("plain", "ddtree"), "all_budgets": ("ddtree",)}
     plan = PLAN.model_copy(update=changes)
     run = BenchRun(
-        plan=plan, config=tiny_config, worker=BenchWorker(tiny_config, plan, 1), measured=prompts("m", 4),
+        plan=plan, config=tiny_config, worker=BenchWorker(tiny_config, plan, 1),
+        # Two: their interval is from one to the other whichever are drawn, so that it can be checked on a busy machine.
+        measured=prompts("m", 2),
         tuning=prompts("t", 2), out=tmp_path, say=lambda line: None,
     )  # fmt: skip
     assert run.run() == 0
@@ -146,8 +148,7 @@ def test_a_method_can_keep_all_its_budgets_beside_the_frozen_one(tiny_config: Ta
         assert all(row["end_to_end_s"] > row["prefill_s"] + row["decode_s"] and row["load_s"] > 0 for row in rows)
         loads = {row["method"]: row["load_s"] for row in rows}
         assert loads["ddtree"] > loads["plain"]  # with its drafter
-        # An interval of so few items hangs on the draws, the more so on a busy machine.
-        assert [line for line in differences(folder) if "another resampling" not in line] == []
+        assert differences(folder) == []
     stars = [line.split(" | ")[1] for line in render_table(tmp_path).splitlines() if line.startswith("| ddtree |")]
     frozen = json.loads((tmp_path / tiny_config.slug / "t0-b1" / "frozen.json").read_text())["ddtree"]
     assert stars[:2] == [f"{budget}*" if budget == frozen else str(budget) for budget in (2, 4)]
