@@ -14,7 +14,21 @@ from pathlib import Path
 from typing import Any
 
 BAR, GAP, HEIGHT, MARGIN, LEGEND = 14, 24, 320, 48, 150
-COLOURS = ("#1b6ca8", "#2a9d8f", "#8ab17d", "#e9c46a", "#f4a261", "#e76f51", "#9b2226", "#6a4c93", "#577590", "#b56576")
+COLOURS = (
+    "#1b6ca8",
+    "#2a9d8f",
+    "#8ab17d",
+    "#e9c46a",
+    "#f4a261",
+    "#e76f51",
+    "#9b2226",
+    "#6a4c93",
+    "#577590",
+    "#b56576",
+    "#000000",
+    "#7f7f7f",
+    "#bcbd22",
+)
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> str:

@@ -98,7 +98,8 @@ def recompute(raw: list[Row], outputs: dict[tuple[str, str, int], Row], cell: Ro
         "mean_budget": sum(outputs[key_of(row)]["num_drafted"] for row in own) / num_rounds if num_rounds else 0.0,
         "num_prompts": len(pairs),
     }
-    return found | recompute_costs(own, num_rounds) if all("end_to_end_s" in row for row in own) else found
+    is_told = "overhead_ms" in cell or any("end_to_end_s" in row for row in own)
+    return found | recompute_costs(own, num_rounds) if is_told else found
 
 
 def recompute_costs(own: list[Row], num_rounds: int) -> Row:
@@ -109,7 +110,7 @@ def recompute_costs(own: list[Row], num_rounds: int) -> Row:
         "mismatch_rate": mismatched / num_rounds if num_rounds and mismatched is not None else None,
         "overhead_ms": (1000 * decode_s - passes_ms) / num_rounds if num_rounds and passes_ms is not None else None,
         "decode_s": decode_s,
-        "end_to_end_s": None if whole_s is None else whole_s + max(row["load_s"] or 0.0 for row in own),
+        "end_to_end_s": None if whole_s is None else whole_s + max(row.get("load_s") or 0.0 for row in own),
     }
 
 

@@ -152,6 +152,15 @@ def test_a_false_stage_in_the_tables_is_found(tmp_path: Path) -> None:
         assert [found.split(":")[0] for found in check(tmp_path)] == ["ddtree 8"]
 
 
+def test_a_row_that_lacks_a_column_hides_no_false_number(tmp_path: Path) -> None:
+    check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["differences"]
+    raw = measured_folder(tmp_path) / "raw.jsonl"
+    first, *others = [json.loads(line) for line in raw.read_text().splitlines()]
+    del first["end_to_end_s"]
+    raw.write_text("".join(json.dumps(row) + "\n" for row in [first, *others]))
+    assert any("end_to_end_s is " in line and "the rows give None" in line for line in check(tmp_path))
+
+
 def test_rows_of_earlier_versions_pass_and_their_false_numbers_do_not(tmp_path: Path) -> None:
     check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["differences"]
     raw, summary = (measured_folder(tmp_path) / "raw.jsonl"), tmp_path / "summary.json"
