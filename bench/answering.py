@@ -13,7 +13,6 @@ anything else the numbers mean nothing. Not covered: Ray and the store, which `j
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is bench/, t
 import torch
 from transformers import GenerationConfig
 
-from graft_dist.config import TargetConfig, load_config
+from graft_dist.config import TargetConfig
 from graft_dist.decoder import load_target, new_engine
 from graft_dist.engine import Engine
 from graft_dist.errors import PromptError
@@ -38,6 +37,7 @@ from graft_dist.prompts import read_prompts
 from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target
+from jobs.measurement_options import chosen_config, target_parser
 from jobs.out_file import to_json
 from jobs.provenance import provenance
 
@@ -130,26 +130,20 @@ def measure(
 
 
 def arguments(words: Sequence[str] | None = None) -> Any:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = target_parser(__doc__)
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--config", default="smollm2-135m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the configuration's")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args(words)
 
 
 def main(words: Sequence[str] | None = None) -> None:
     chosen = arguments(words)
-    torch.set_num_threads(chosen.threads)
+    config = chosen_config(chosen)
     about = provenance()
-    config = load_config(chosen.config)
-    if chosen.dtype is not None:
-        config = config.model_copy(update={"dtype": chosen.dtype})
     target = load_target(config)
     requests = read_requests(chosen.prompts, config, target, chosen.max_new_tokens, chosen.limit)
     rows, num_alike = measure(load_arms(config, target, chosen.slots), requests, chosen.max_new_tokens, chosen.turns)

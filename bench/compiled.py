@@ -18,7 +18,6 @@ else the numbers mean nothing.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,12 +32,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, StaticCache
 
-from graft_dist.config import load_config
 from graft_dist.decoder import load_target
 from graft_dist.reference import Reference
 from graft_dist.sampling import SamplingParams
 from graft_dist.target import Target, tree_mask
 from jobs.measurement_folder import keep_measurement
+from jobs.measurement_options import chosen_config, target_parser
 
 CONTEXT = 200
 """Tokens before a pass."""
@@ -140,10 +139,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def arguments(words: Sequence[str] | None = None) -> Any:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="smollm2-135m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the configuration's")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = target_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 9, 17])
     parser.add_argument("--out", type=Path)
@@ -152,9 +148,7 @@ def arguments(words: Sequence[str] | None = None) -> Any:
 
 def main(words: Sequence[str] | None = None) -> None:
     chosen = arguments(words)
-    torch.set_num_threads(chosen.threads)
-    config = load_config(chosen.config).model_copy(update={"device": "cpu"})
-    config = config if chosen.dtype is None else config.model_copy(update={"dtype": chosen.dtype})
+    config = chosen_config(chosen).model_copy(update={"device": "cpu"})
     target = load_target(config)
     model = Reference.load(config, target, SamplingParams()).model
     rows = measure(target, model, chosen.rows, chosen.rounds)

@@ -9,7 +9,6 @@ else the numbers mean nothing.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,15 +19,15 @@ from typing import Any
 if __name__ == "__main__":  # run as a file: the folder on the path is bench/, the packages are beside it
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
 from torch import nn
 
-from graft_dist.config import load_config
+from graft_dist.config import TargetConfig
 from graft_dist.cost_probe import probe_rounds
 from graft_dist.decoder import load_decoder
 from graft_dist.packed_linear import PackedLinear
 from graft_dist.prompts import read_prompts, render, starter_prompts_path
 from jobs.measurement_folder import keep_measurement
+from jobs.measurement_options import chosen_config, target_parser
 
 BUDGETS = (8, 16, 32, 64)
 
@@ -44,10 +43,9 @@ def plain_weights() -> Iterator[None]:
         PackedLinear.forward = packed  # type: ignore[method-assign]
 
 
-def measure(config_name: str, dtype: str | None, num_turns: int) -> list[dict[str, Any]]:
+def measure(config: TargetConfig, num_turns: int) -> list[dict[str, Any]]:
     """A row per round: `weights`, `budget`, `draft_ms`, `verify_ms`."""
-    config = load_config(config_name)
-    target, drafter = load_decoder(config if dtype is None else config.model_copy(update={"dtype": dtype}))
+    target, drafter = load_decoder(config)
     assert drafter is not None
     prompts = [render(target.tokenizer, prompt) for prompt in read_prompts(starter_prompts_path())[::8]]
     rows = []
@@ -77,10 +75,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def arguments(words: Sequence[str] | None = None) -> Any:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="smollm2-135m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the configuration's")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = target_parser(__doc__)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -88,8 +83,7 @@ def arguments(words: Sequence[str] | None = None) -> Any:
 
 def main(words: Sequence[str] | None = None) -> None:
     chosen = arguments(words)
-    torch.set_num_threads(chosen.threads)
-    rows = measure(chosen.config, chosen.dtype, chosen.turns)
+    rows = measure(chosen_config(chosen), chosen.turns)
     medians = summary(rows)
     for row in medians:
         print("  ".join(f"{name} {value}" for name, value in row.items()))

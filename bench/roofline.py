@@ -12,7 +12,6 @@ it is the library's, and the rest of the pass is ours. Medians in milliseconds. 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +25,13 @@ if __name__ == "__main__":  # run as a file: the folder on the path is bench/, t
 import torch
 from torch import nn
 
-from graft_dist.config import load_config
 from graft_dist.cost_probe import probe_rounds
 from graft_dist.decoder import load_decoder
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.prompts import read_prompts, render, starter_prompts_path
 from graft_dist.target import Target
 from jobs.measurement_folder import keep_measurement
+from jobs.measurement_options import chosen_config, target_parser
 
 BUDGETS = (8, 16, 32, 64)
 LARGE = 2048
@@ -133,10 +132,7 @@ def summary(machine: dict[str, list[float]], rows: Sequence[dict[str, Any]]) -> 
 
 
 def arguments(words: Sequence[str] | None = None) -> Any:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="smollm2-135m")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the configuration's")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = target_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
@@ -144,10 +140,7 @@ def arguments(words: Sequence[str] | None = None) -> Any:
 
 def main(words: Sequence[str] | None = None) -> None:
     chosen = arguments(words)
-    torch.set_num_threads(chosen.threads)
-    config = load_config(chosen.config)
-    config = config if chosen.dtype is None else config.model_copy(update={"dtype": chosen.dtype})
-    target, drafter = load_decoder(config)
+    target, drafter = load_decoder(chosen_config(chosen))
     assert drafter is not None
     machine = rates(target.dtype, chosen.rounds)
     rows = measure(target, drafter, chosen.rounds)
