@@ -9,16 +9,18 @@ import torch
 
 
 def describe_hardware(dtype: str, device: torch.device | None = None) -> str:
-    """Return what decides the speed of this process, such as "AMD EPYC 7B13, 2 threads, bfloat16".
+    """Return what decides the speed of this process, such as "AMD EPYC 7B13 with AVX2, 2 threads, bfloat16".
 
-    A CPU counts with the threads that PyTorch uses now, a GPU by its name. `dtype` is the models' number format;
+    A CPU counts with the instructions and the threads that PyTorch uses now: virtual machines give many processors one
+    name, "AMD EPYC" with and without AVX512 alike. A GPU counts by its name. `dtype` is the models' number format;
     `device` None means a GPU where there is one.
     """
     is_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
     if is_cuda:
         return f"{torch.cuda.get_device_name(device)}, {dtype}"
     threads = torch.get_num_threads()
-    return f"{cpu_name() or 'unknown CPU'}, {threads} thread{'s' if threads > 1 else ''}, {dtype}"
+    name = f"{cpu_name() or 'unknown CPU'} with {torch.backends.cpu.get_cpu_capability()}"
+    return f"{name}, {threads} thread{'s' if threads > 1 else ''}, {dtype}"
 
 
 def cpu_name() -> str | None:

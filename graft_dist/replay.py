@@ -98,6 +98,22 @@ class Walk:
 
 
 @dataclass(frozen=True, eq=False)
+class Budgets:
+    """What a policy chose for S rounds."""
+
+    nodes: Int64Array  # [S], nodes verified
+    is_drafted: BoolArray  # [S], the drafter was asked before the policy chose
+
+    @property
+    def priced(self) -> Int64Array:
+        """[S], by which costs are looked up: a draft of which nothing is verified costs more than a plain round.
+
+        It is counted as the smallest drafted round, which is the most that it can cost.
+        """
+        return np.maximum(self.nodes, self.is_drafted)
+
+
+@dataclass(frozen=True, eq=False)
 class Outcomes:
     """What S rounds give at chosen budgets."""
 
@@ -163,14 +179,16 @@ def replay(
         walk = walk_rounds(rounds, scorer, max_budget, max_depth)
         groups, members = _memberships(rounds.groups)
         kinds = np.array([kind for kind, _ in rounds.groups])
-        choices = np.zeros((len(policies), len(rounds)), np.int64)
+        nodes = np.zeros((len(policies), len(rounds)), np.int64)
+        is_drafted = np.zeros(nodes.shape, np.bool_)
         for kind in dict.fromkeys(kinds.tolist()):
             own = remembering.setdefault(kind, [copy.deepcopy(policy) for policy in policies.values()])
             rows = np.flatnonzero(kinds == kind)
-            for at, budgets in enumerate(choose_budgets(rounds, walk, own, max_budget, rows)):
-                choices[at, rows] = budgets
-        for name, budgets in zip(policies, choices, strict=True):
-            found = outcomes(rounds, walk, budgets)
+            for at, chosen in enumerate(choose_budgets(rounds, walk, own, max_budget, rows)):
+                nodes[at, rows], is_drafted[at, rows] = chosen.nodes, chosen.is_drafted
+        for at, name in enumerate(policies):
+            budgets = Budgets(nodes[at], is_drafted[at])
+            found = outcomes(rounds, walk, budgets.nodes)
             totals.add_policy(name, groups, members, budgets, rounds.context_lengths, found)
         totals.add_oracle(groups, members, walk.path_nodes, rounds)
     return totals.report(list(policies))
@@ -207,7 +225,7 @@ def choose_budgets(
     policies: Iterable[BudgetPolicy],
     max_budget: int,
     rows: Int64Array | None = None,
-) -> list[Int64Array]:
+) -> list[Budgets]:
     """Ask each policy for the budgets of the rounds `rows` (all: None), as the engine does: a limit, then the tree.
 
     `hist` is the recorded one (0 in dense rounds), whatever the policy would have accepted before.
@@ -227,13 +245,14 @@ def _ask(
     trees: list[DraftTree],
     before: list[DraftState],
     after: list[DraftState],
-) -> Int64Array:
+) -> Budgets:
     """Each round by itself: what stands together here never shared a batch."""
-    budgets = np.zeros(len(rows), np.int64)
+    nodes, is_drafted = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.bool_)
     for at, row in enumerate(rows):
         limit = policy.limits(before[row : row + 1])[0]
-        budgets[at] = policy.choose([trees[row].take(limit)], after[row : row + 1])[0]
-    return budgets
+        nodes[at] = policy.choose([trees[row].take(limit)], after[row : row + 1])[0]
+        is_drafted[at] = limit > 0
+    return Budgets(nodes, is_drafted)
 
 
 def _states(rounds: RecordedRounds, conf: list[float], degen: list[float], room: list[int]) -> list[DraftState]:
@@ -306,7 +325,7 @@ class _Totals:
     """
 
     def __init__(self, cost: CostCurve | None, max_budget: int) -> None:
-        self._cost_ms = None if cost is None else cost.table(max_budget)  # without a context
+        self._cost_ms = None if cost is None else cost.table(max(max_budget, 1))  # without a context
         self._token_ms = 0.0 if cost is None else cost.token_ms
         self._tallies: dict[tuple[str, str, str], _Tally] = defaultdict(_Tally)  # by kind, task, policy
         self._oracles: dict[tuple[str, str], _OracleTally] = defaultdict(_OracleTally)
@@ -316,7 +335,7 @@ class _Totals:
         policy: str,
         groups: Groups,
         members: BoolArray,
-        budgets: Int64Array,
+        budgets: Budgets,
         context_lengths: Int32Array,
         found: Outcomes,
     ) -> None:
@@ -325,10 +344,10 @@ class _Totals:
             tally = self._tallies[*group, policy]
             tally.num_rounds += int(own.sum())
             tally.num_tokens += int(found.num_tokens[own].sum())
-            tally.num_nodes += int(budgets[own].sum())
+            tally.num_nodes += int(budgets.nodes[own].sum())
             tally.lost += np.bincount(found.lost[own], minlength=len(LOST))
             if self._cost_ms is not None:
-                tally.ms += float((self._cost_ms[budgets] + context_ms)[own].sum())
+                tally.ms += float((self._cost_ms[budgets.priced] + context_ms)[own].sum())
 
     def add_oracle(self, groups: Groups, members: BoolArray, path_nodes: Int32Array, rounds: RecordedRounds) -> None:
         if self._cost_ms is None:

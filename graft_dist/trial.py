@@ -23,6 +23,7 @@ from graft_dist.edge_scorer import EdgeScorer
 from graft_dist.replay import (
     ALL_TASKS,
     LOST,
+    Budgets,
     RecordedRounds,
     SequenceName,
     Walk,
@@ -106,16 +107,14 @@ class Trial:
             lambda: defaultdict(lambda: np.zeros(len(_COLUMNS)))
         )
 
-    def add(
-        self, arm: str, rounds: RecordedRounds, prompts: Sequence[str], walk: Walk, budgets: npt.NDArray[np.int64]
-    ) -> None:
+    def add(self, arm: str, rounds: RecordedRounds, prompts: Sequence[str], walk: Walk, budgets: Budgets) -> None:
         """Add what an arm gets of some rounds; `prompts` [S] names each round's prompt."""
-        found = outcomes(rounds, walk, budgets)
-        cost_ms = self._cost.table(int(budgets.max()))  # without a context, whose price is each round's own
+        found, priced = outcomes(rounds, walk, budgets.nodes), budgets.priced
+        cost_ms = self._cost.table(int(priced.max()))  # without a context, whose price is each round's own
         context_ms = self._cost.token_ms * rounds.context_lengths
         columns = (
-            np.ones(len(rounds)), found.num_tokens, budgets, found.lost == LOST.index("wrong_parent"),
-            cost_ms[budgets] + context_ms, cost_ms[0] + context_ms,
+            np.ones(len(rounds)), found.num_tokens, budgets.nodes, found.lost == LOST.index("wrong_parent"),
+            cost_ms[priced] + context_ms, cost_ms[0] + context_ms,
         )  # fmt: skip
         rows = np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
         own = self._sums[arm]

@@ -66,6 +66,7 @@ class AblationRequest:
             "gate_rank": self.gate_rank,
             "max_budget": self.max_budget,
             "every_prompt": self.every_prompt,
+            "variants": [asdict(variant) for variant in self.variants],
             **config_settings(self.config),
         }
 

@@ -76,6 +76,14 @@ class RoundSource(StrEnum):
     collect = "collect"
 
 
+class Split(StrEnum):
+    """Of the prompts that a policy is learned from (`graft_dist.prompts.learning_split`)."""
+
+    fit = "fit"
+    tune = "tune"
+    test = "test"
+
+
 class ReplayFormat(StrEnum):
     """How `graft replay` prints."""
 
@@ -488,6 +496,9 @@ def replay(
     held_out: Annotated[
         bool, typer.Option("--held-out/--all", help="Of --prompts, only the fifth no drafter is trained on; or all.")
     ] = False,
+    split: Annotated[
+        Split | None, typer.Option(help="Of --prompts, only those of this part of policy learning: fit, tune or test.")
+    ] = None,
     cost: Annotated[
         Path | None, typer.Option(help="JSON object from budgets to milliseconds; default: the recorded timings.")
     ] = None,
@@ -510,6 +521,7 @@ def replay(
         task=task,
         prompts=None if prompts is None else _read_prompts(prompts, None),
         is_held_out_only=held_out,
+        split=None if split is None else split.value,
         cost=cost,
     )
     raise typer.Exit(run_replay(request, format.value))

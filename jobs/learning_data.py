@@ -87,7 +87,7 @@ class LearningData:
 
 
 def decoded_rounds(data: LearningData, root: str, slug: str, split: LearningSplit) -> Iterator[RecordedRounds]:
-    """Stream a split's decoded rounds, with hidden states if the data's shape has them."""
+    """Stream a split's decoded rounds in one order, with hidden states if the data's shape has them."""
     shape = data.shape
     selection = Selection(
         target=slug,
@@ -95,7 +95,8 @@ def decoded_rounds(data: LearningData, root: str, slug: str, split: LearningSpli
         kind="decoded",
         drafter=data.drafter_fingerprint,
     )
-    with closing(connect(root, snapshot=data.snapshot)) as connection:
+    # Sums of numbers depend on their order a little: a run that is resumed has to find what the first start found.
+    with closing(connect(root, threads=1, snapshot=data.snapshot)) as connection:
         for rounds in recorded_rounds(connection, selection, with_hidden=shape.num_hidden > 0):
             num_hidden = 0 if rounds.hidden is None else rounds.hidden.shape[2]
             if (*rounds.candidate_ids.shape[1:], num_hidden) == (shape.depth, shape.width, shape.num_hidden):

@@ -20,7 +20,7 @@ from graft_dist.decoder import load_target
 from graft_dist.edge_scorer import EdgeScorer, MarginalScorer
 from graft_dist.errors import PolicyError, PromptError, StoreError
 from graft_dist.policy import CADDTREE_BUDGET, GraftPolicy, caddtree
-from graft_dist.prompts import BadPrompt, Prompt, is_held_out
+from graft_dist.prompts import BadPrompt, LearningSplit, Prompt, is_held_out, learning_split
 from graft_dist.replay import LOST, OracleRow, ReplayReport, ReplayRow, replay
 from jobs.out_file import to_json
 from storage import TrajectoryStore, connect
@@ -55,6 +55,7 @@ class ReplayRequest:
     task: str | None
     prompts: list[Prompt | BadPrompt] | None
     is_held_out_only: bool
+    split: LearningSplit | None
     cost: Path | None
 
     def max_budget(self, cost: CostCurve | None) -> int:
@@ -70,7 +71,7 @@ def run_replay(request: ReplayRequest, format: str) -> int:
     store = TrajectoryStore(request.store)
     if not store.exists:
         raise StoreError(f"there is no trajectory store at {store.root}: a collect job creates one when it starts.")
-    with closing(connect(request.store)) as connection:
+    with closing(connect(request.store, threads=1)) as connection:  # in one order: what a policy remembers hangs on it
         drafters = check_one_source(connection, selection)
         _warn_of_several_drafters(drafters)
         cost = _cost_curve(request, connection, selection)
@@ -132,16 +133,21 @@ def _scorer(request: ReplayRequest, drafters: Sequence[str]) -> EdgeScorer:
 
 def _prompt_ids(request: ReplayRequest) -> list[str] | None:
     if request.prompts is None:
-        if request.is_held_out_only:
-            raise PromptError(
-                "--held-out needs --prompts FILE: the split is by the prompts' text, which no store holds"
-            )
+        if request.is_held_out_only or request.split is not None:
+            option = "--held-out" if request.is_held_out_only else "--split"
+            raise PromptError(f"{option} needs --prompts FILE: the split is by the prompts' text, which no store holds")
         return None
     good = [prompt for prompt in request.prompts if isinstance(prompt, Prompt)]
     for bad in request.prompts:
         if isinstance(bad, BadPrompt):
             print(f"graft: {bad.id}: {bad.error}", file=sys.stderr)
-    return [prompt.id for prompt in good if is_held_out(prompt.turns) or not request.is_held_out_only]
+    return [prompt.id for prompt in good if _is_wanted(prompt, request)]
+
+
+def _is_wanted(prompt: Prompt, request: ReplayRequest) -> bool:
+    return (not request.is_held_out_only or is_held_out(prompt.turns)) and (
+        request.split is None or learning_split(prompt.turns) == request.split
+    )
 
 
 def _warn_of_several_drafters(drafters: Sequence[str]) -> None:

@@ -42,7 +42,7 @@ VARIANTS = (
     ScorerVariant(name="kl+edge", what="pair, KL + 0.1 edges", losses=(1.0, 0.0, 0.1)),
     ScorerVariant(name="kl+3pair", what="pair, KL + 0.1 pair", losses=(1.0, 0.1, 0.0)),
     ScorerVariant(name="kl+3edge", what="pair, KL + 0.3 edges", losses=(1.0, 0.0, 0.3)),
-    ScorerVariant(name="edge", what="pair, edges alone", losses=(0.0, 0.0, 1.0)),
+    ScorerVariant(name="edge", what="pair, edges alone; of its looks the least KL", losses=(0.0, 0.0, 1.0)),
     ScorerVariant(name="every-parent", what="pair, KL also at verified parents off the path", every_parent=True),
 )
 """In the order in which they are fitted; beside them stands the drafter's own scorer, "marginal"."""

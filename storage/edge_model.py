@@ -30,16 +30,24 @@ class EdgeModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
         """Return f of each row."""
         import torch
 
-        from graft_dist.target import Target
+        from graft_dist.errors import PolicyError
+        from graft_dist.target import read_embeddings, read_fingerprint
 
         network = self.policy.tdes
         if network is None:
             return [0.0] * len(model_input)
         if self.embeddings is None:
-            target = Target.load(context.model_config["target"], dtype="float32", device="cpu")
-            self.policy.check(target.fingerprint, self.policy.drafter_fingerprint)
-            self.embeddings = target.embedding_weight
+            spec = context.model_config["target"]
+            self.policy.check(read_fingerprint(spec), self.policy.drafter_fingerprint)
+            self.embeddings = read_embeddings(spec).float()
         columns = [torch.tensor(model_input[name].to_numpy()) for name in ("parent", "child", "depth")]
+        deepest = network.config.draft_depth
+        for name, column, least, most in zip(
+            ("parent", "child", "depth"), columns, (0, 0, 1), (*[len(self.embeddings) - 1] * 2, deepest), strict=True
+        ):
+            wrong = column[(column < least) | (column > most)]
+            if len(wrong) > 0:
+                raise PolicyError(f"{name} is {int(wrong[0])}, allowed is {least} to {most}")
         with torch.no_grad():
             tables = network.token_tables(self.embeddings[torch.cat(columns[:2])])
             number = torch.arange(len(model_input))

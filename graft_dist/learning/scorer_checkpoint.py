@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from graft_dist.errors import PolicyError
@@ -47,7 +48,7 @@ class ScorerCheckpoint:
         index = self._index()
         if index is None:
             return False
-        tensors = load_file(self._folder / index["file"])
+        tensors = self._tensors(index["file"])
         optimizer = trainer.state()["optimizer"]
         optimizer["state"] = _optimizer_state(tensors)
         trainer.load_state(
@@ -66,8 +67,14 @@ class ScorerCheckpoint:
         index = self._index()
         if index is None or not index["is_done"]:
             return None
-        tensors = load_file(self._folder / index["file"])
+        tensors = self._tensors(index["file"])
         return _under("best", tensors), tuple(Evaluation(*look) for look in index["evaluations"])
+
+    def _tensors(self, name: str) -> dict[str, torch.Tensor]:
+        try:
+            return load_file(self._folder / name)
+        except (OSError, SafetensorError) as error:
+            raise PolicyError(f"the checkpoint {self._folder / name} cannot be read ({error})") from error
 
     def _index(self) -> dict[str, Any] | None:
         try:
@@ -106,6 +113,8 @@ def _optimizer_state(tensors: dict[str, torch.Tensor]) -> dict[int, dict[str, to
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     aside = path.with_name(f".{path.name}.writing")
     save_file(tensors, aside)
+    with aside.open("rb") as file:
+        os.fsync(file.fileno())  # before the index names it
     aside.replace(path)
 
 

@@ -256,7 +256,30 @@ def test_a_policy_sees_states_and_trees() -> None:
         conf=np.array([1.0, 1.0, 3.0], np.float32),
     )
     walk = walk_rounds(rounds, MarginalScorer(), 6)
-    assert choose_budgets(rounds, walk, [ConfidentBudget()], 6)[0].tolist() == [0, 2, 5]
+    assert choose_budgets(rounds, walk, [ConfidentBudget()], 6)[0].nodes.tolist() == [0, 2, 5]
+
+
+class DraftingInVain:
+    """Drafts for every round, and has nothing of it verified."""
+
+    needs_state = False
+
+    def limits(self, states: Sequence[Any]) -> list[int]:
+        return [4] * len(states)
+
+    def choose(self, trees: Sequence[DraftTree], states: Sequence[Any]) -> list[int]:
+        return [0] * len(trees)
+
+
+def test_a_draft_of_which_nothing_is_verified_is_paid_for() -> None:
+    rounds = rounds_of([[6, 7]] * 3, [9] * 3)
+    cost = CostCurve((0, 2, 6), (10.0, 15.0, 19.0), "hand")
+    policies = {"plain": FixedBudget(0), "in vain": DraftingInVain(), "fixed 2": FixedBudget(2)}
+    report = replay([rounds], MarginalScorer(), policies, max_budget=4, cost=cost)
+    rows = {row.policy: row for row in report.rows if row.task == ALL_TASKS}
+    assert rows["in vain"].mat == rows["plain"].mat == 1.0 and rows["in vain"].mean_budget == 0.0
+    assert rows["plain"].tokens_per_s == pytest.approx(100.0)
+    assert rows["in vain"].tokens_per_s == pytest.approx(1000 / 15), "as the smallest drafted round"
 
 
 class PairScorer:
@@ -364,7 +387,7 @@ def replayed(
 ) -> tuple[Any, Outcomes]:
     """Budgets and outcomes of a replay, which have to be what was recorded."""
     walk = walk_rounds(rounds, scorer, 40)
-    budgets = choose_budgets(rounds, walk, [budget], 40)[0]
+    budgets = choose_budgets(rounds, walk, [budget], 40)[0].nodes
     found = outcomes(rounds, walk, budgets)
     assert budgets.tolist() == [record.budget for record in records]
     assert found.accepted.tolist() == [len(record.accepted) for record in records]
@@ -395,7 +418,7 @@ def test_replay_of_one_run_is_another_run_at_the_same_positions(
         other = live(DecodingPolicy("other", scorer, FixedBudget(budget), num_candidates=6))
         for (records, rounds), (others, _) in zip(recorded, other, strict=True):
             walk = walk_rounds(rounds, scorer, 40)
-            found = outcomes(rounds, walk, choose_budgets(rounds, walk, [FixedBudget(budget)], 40)[0])
+            found = outcomes(rounds, walk, choose_budgets(rounds, walk, [FixedBudget(budget)], 40)[0].nodes)
             at = {record.context_length: record for record in others}
             for record, accepted, num_tokens in zip(records, found.accepted, found.num_tokens, strict=True):
                 if record.context_length in at:

@@ -11,7 +11,7 @@ from graft_dist.budget import FixedBudget
 from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.trial import Arm, Interval, gain_curves, run_trial, thinned
-from tests.graft_dist.test_replay import rounds_of
+from tests.graft_dist.test_replay import DraftingInVain, rounds_of
 
 COST = CostCurve((0, 1, 6), (10.0, 11.0, 16.0), "by hand")
 ROUNDS = rounds_of(
@@ -42,6 +42,13 @@ def test_a_longer_context_makes_every_round_dearer() -> None:
     assert trial.row("fixed 3").tokens_per_s == pytest.approx(7000 / (3 * 13 + 30))
     assert trial.row("fixed 3").speedup == pytest.approx(7 / (3 * 13 + 30) * (3 * 10 + 30) / 3)
     assert trial.row("fixed 0").speedup == pytest.approx(1.0)
+
+
+def test_a_draft_of_which_nothing_is_verified_is_paid_for() -> None:
+    arms = [Arm("in vain", "marginal", DraftingInVain), ARMS[0]]
+    trial = run_trial([ROUNDS], PROMPTS, {"marginal": MarginalScorer()}, arms, COST, 6)
+    assert trial.row("in vain").tokens_per_s == pytest.approx(1000 / 11)
+    assert trial.row("in vain").speedup == pytest.approx(10 / 11) and trial.row("fixed 0").speedup == 1.0
 
 
 def test_a_prompt_under_two_tasks_counts_for_both_and_is_drawn_once() -> None:

@@ -14,6 +14,7 @@ from graft_dist.errors import StoreError
 from graft_dist.policy import CADDTREE_BUDGET
 from jobs.budget_candidate import CADDTREE, baselines
 from jobs.laboratory import recorded_costs
+from jobs.learning_data import decoded_rounds
 from storage import TrajectoryStore, UnitKey
 from storage.learning_rounds import RoundShape
 from tests.storage.records import DATASET, PROVENANCE, make_round, make_sequence
@@ -46,6 +47,23 @@ def test_a_few_rounds_alone_do_not_speak_for_a_batch(tmp_path: Path) -> None:
     data = store_of(tmp_path / "few", num_alone=1, num_shared=0)
     (costs,) = recorded_costs(data, str(tmp_path / "few"), "tiny")
     assert (costs.hardware, costs.num_rounds) == ("cpu", 50)
+
+
+def test_rounds_come_in_one_order_however_many_cores_read_them(tmp_path: Path) -> None:
+    for number in range(12):
+        data = store_of(tmp_path, num_alone=8, num_shared=8, hardware=f"box-{number}")
+    data.snapshot = TrajectoryStore(tmp_path).snapshot()
+    data.shape = RoundShape(2, 3, 0)
+    data.splits = {"test": [SimpleNamespace(prompt_id=f"prompt-s{number}") for number in range(25)]}
+    orders = [
+        [
+            (*key, index)
+            for rounds in decoded_rounds(data, str(tmp_path), "tiny", "test")
+            for key, index in zip(rounds.keys, rounds.round_indices.tolist(), strict=True)
+        ]
+        for _ in range(3)
+    ]
+    assert len(orders[0]) == 12 * 25 * 33 and orders.count(orders[0]) == 3
 
 
 def test_every_hardware_has_costs_of_its_own(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graft_dist.prompts import is_held_out
+from graft_dist.prompts import is_held_out, learning_split
 from graft_dist.target import Target
 from jobs import cli
 from tests.graft_dist.policies import make_policy, random_network
@@ -112,6 +112,11 @@ def test_restricted_to_prompts(store: Path, tmp_path: Path, capsys: pytest.Captu
     options = ["--prompts", str(tmp_path / "p.jsonl")]
     tasks = [{row["task"] for row in report(store, capsys, *options, *more)["rows"]} for more in ([], ["--held-out"])]
     assert tasks == [{"all", "code", "chat"}, {"all", "chat"}]
+    command = ["replay", "--store", str(store), *options, "--split"]
+    of_splits = {split: cli.run([*command, split]) for split in ("fit", "tune", "test")}
+    wanted = {learning_split([text]) for text in (inside, outside)}
+    assert of_splits == {split: 0 if split in wanted else 2 for split in of_splits}
+    assert "no recorded round to replay" in capsys.readouterr().err
 
 
 def test_the_table(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

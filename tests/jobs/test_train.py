@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from graft_dist.config import TargetConfig
 from graft_dist.drafter import fingerprint, read_config, read_tensors
-from graft_dist.errors import StoreError
+from graft_dist.errors import PolicyError, StoreError
 from graft_dist.learning.drafter import worker
 from graft_dist.learning.tdes import Evaluation, TdesTrainer
 from graft_dist.policy import GraftPolicy
@@ -171,6 +171,10 @@ def test_mlflow_itself_can_score_edges(
     scores = model.predict(pd.DataFrame({"parent": [10, 10], "child": [11, 12], "depth": [1, 2]}))
     assert scores == pytest.approx(expected.tolist(), abs=1e-5)
     assert len(set(scores)) == 2
+    for column, value, allowed in (("depth", 0, "1 to 4"), ("depth", 5, "1 to 4"), ("child", 1 << 20, "0 to ")):
+        edge = {"parent": [10], "child": [11], "depth": [1], column: [value]}
+        with pytest.raises(PolicyError, match=f"{column} is {value}, allowed is {allowed}"):
+            model.predict(pd.DataFrame(edge))
 
 
 @pytest.mark.slow
@@ -249,6 +253,9 @@ def test_an_ablation_judges_every_variant_on_the_same_rounds(
     assert "1 of 1, about 0 min left" in capsys.readouterr().out
     assert [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()] == rows
     assert ablation.main([*arguments, "--seed", "1"]) == 2
+    assert "holds a run with other settings" in capsys.readouterr().err
+    monkeypatch.setattr(ablation, "VARIANTS", ablation.VARIANTS[:1])
+    assert ablation.main(arguments) == 2, "rows of other variants would stand beside these"
     assert "holds a run with other settings" in capsys.readouterr().err
 
 

@@ -107,3 +107,7 @@ def test_a_fit_that_goes_on_ends_as_one_that_never_stopped(tmp_path: Path) -> No
     assert len(list((tmp_path / "scorer").iterdir())) == 2
     with pytest.raises(PolicyError, match="a fit with other settings or other data"):
         ScorerCheckpoint(tmp_path / "scorer", "run 2").load(second)
+    (file,) = (tmp_path / "scorer").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(PolicyError, match=r"state-\d+.safetensors cannot be read"):
+        checkpoint.load(second)
