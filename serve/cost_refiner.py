@@ -80,7 +80,10 @@ class CostRefiner:
         return float(cost.table(max(1, nodes))[nodes])
 
     def _refined(self, cost: CostCurve) -> CostCurve:
-        """The curve with each point at what was seen near it; never falling, as a curve has to be."""
+        """The curve with each point at what was seen near it; never falling, as a curve has to be.
+
+        What the contexts cost is part of what was seen, so it is not counted by their length any more.
+        """
         factors = {point: float(np.median(times)) for point, times in self._times.items() if len(times) >= _MIN_ROUNDS}
         if not factors:
             return cost
@@ -91,6 +94,7 @@ class CostRefiner:
         return replace(
             cost,
             round_ms=(min(float(moved[0]), float(drafted[0])), *drafted.tolist()),
+            token_ms=0.0,
             source=f"{cost.source.removesuffix(', refined while running')}, refined while running",
         )
 

@@ -91,14 +91,25 @@ def test_the_fingerprint_is_of_all_that_is_saved() -> None:
     assert make_policy(random_network(SIZE, DEPTH)).fingerprint == policy.fingerprint
 
 
-def test_a_policy_that_does_not_name_the_runs_of_its_costs_loads_and_keeps_its_fingerprint(tmp_path: Path) -> None:
+def test_the_shipped_policy_is_the_one_of_its_card(tmp_path: Path) -> None:
     folder = shipped_policy("smollm2-135m")
     assert folder is not None
     shipped = GraftPolicy.load(folder)
-    assert shipped.data.cost_run_ids == ()
     assert f"| policy | `{shipped.fingerprint}` |" in (folder / "README.md").read_text()
+    assert len(shipped.data.cost_run_ids) > 0
     shipped.save(tmp_path / "policy")
     assert (tmp_path / "policy" / "policy.json").read_text() == (folder / "policy.json").read_text()
+
+
+def test_a_policy_that_does_not_name_the_runs_of_its_costs_loads_and_keeps_its_fingerprint(tmp_path: Path) -> None:
+    before = make_policy(None)
+    folder = before.save(tmp_path / "policy")
+    edited(folder, lambda content: content["data"].pop("cost_run_ids", None))
+    policy = GraftPolicy.load(folder)
+    assert policy.data.cost_run_ids == () and policy.fingerprint == replace(before, data=policy.data).fingerprint
+    text = (folder / "policy.json").read_text()
+    policy.save(folder)
+    assert json.loads((folder / "policy.json").read_text()) == json.loads(text)
 
 
 def test_another_target_or_drafter_is_refused_with_both_sides() -> None:

@@ -1,22 +1,26 @@
 """`graft bench-serve` and its soak on a real Ray Serve application: policies swapped, processes watched."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 from openai import APIError, InternalServerError, OpenAI
 
-from graft_dist.config import TargetConfig
+from graft_dist.config import TargetConfig, load_config
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.target import Target
 from jobs import cli
@@ -25,6 +29,7 @@ from jobs.soak_command import proxies_beside
 from serve import applications
 from serve.serve_args import PolicyPin
 from storage import run_query
+from storage.registry import Registry
 from tests.graft_dist.policies import make_policy, random_network
 from tests.serve.conftest import recite
 
@@ -37,7 +42,7 @@ class Application:
 
     url: str
     dashboard: str
-    folder: Path  # with prompts.jsonl, a policy that fits, one that does not, and the store of recorded traffic
+    folder: Path  # with prompts.jsonl, two policies that fit, one that does not, and the store of recorded traffic
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,7 @@ def application(
     network = random_network(reciting_target.hidden_size, drafter.draft_depth)
     fitting = {"target_fingerprint": reciting_target.fingerprint, "drafter_fingerprint": drafter.fingerprint}
     make_policy(network, slug=reciting_config.slug, **fitting).save(folder / "fitting")
+    make_policy(network, slug=reciting_config.slug, max_budget=5, **fitting).save(folder / "smaller")
     make_policy(network, slug=reciting_config.slug).save(folder / "foreign")
     (port,) = free_ports(1)
     wanted = {
@@ -227,6 +233,90 @@ def test_a_drawn_request_id_is_in_the_replicas_log(application: Application, ray
         time.sleep(0.2)
     (line,) = lines
     assert line["outcome"] == "ok" and line["output_tokens"] == 3 and line["endpoint"] == "completions"
+
+
+def test_a_replica_follows_the_registrys_champion(application: Application, tmp_path: Path) -> None:
+    slug = load_config(str(application.folder / "tiny.yaml")).slug
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    registry = Registry(uri)
+    for version, folder in ((1, "fitting"), (2, "smaller"), (3, "foreign")):
+        assert registry.register(application.folder / folder, slug, {"mat": float(version)}) == version
+    registry.promote(slug, 1)
+    args = {
+        "config": str(application.folder / "tiny.yaml"), "model": "follower", "num_cpus": 0.2, "threads": 1,
+        "poll_champion": {"tracking_uri": uri, "every_s": 1},
+    }  # fmt: skip
+    wanted = {"name": "follower", "route_prefix": "/follower", "import_path": applications.IMPORT_PATH, "args": args}
+    applications.deploy(application.dashboard, wanted)
+    pids = applications.wait_until_running(application.dashboard, "follower", 300.0).pids
+    client = OpenAI(base_url=f"{application.url}/follower/v1", api_key="any", timeout=120.0)
+    deadline = time.monotonic() + 300.0
+
+    def health() -> Any:
+        with urllib.request.urlopen(f"{application.url}/follower/healthz", timeout=30) as response:
+            return json.loads(response.read())
+
+    def wait_for(is_so: Callable[[Any], bool]) -> None:
+        while not is_so(found := health()):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+        answer = client.completions.create(model="follower", prompt="recite", temperature=0, max_tokens=30)
+        assert answer.choices[0].text == recite(30)
+
+    wait_for(lambda found: found["policy"]["version"] == 1)
+    registry.promote(slug, 2)
+    wait_for(lambda found: found["policy"]["version"] == 2)
+    registry.promote(slug, 3)  # made for another target
+    wait_for(lambda found: found["refused_policy"] is not None)
+    assert (health()["policy"]["version"], health()["refused_policy"]["policy"]) == (2, "v3")
+    registry.rollback(slug)
+    wait_for(lambda found: found["refused_policy"] is None and found["policy"]["version"] == 2)
+    assert _find(application, "follower").pids == pids, "no replica was started anew"
+    applications.remove(application.dashboard, "follower")
+
+
+def test_serves_own_full_queue_says_when_to_come_back(application: Application) -> None:
+    args = {
+        "config": str(application.folder / "tiny.yaml"), "model": "narrow", "num_cpus": 0.2, "threads": 1,
+        "max_slots": 1, "max_queue": 0, "retry_after_s": 7,
+    }  # fmt: skip
+    wanted = {"name": "narrow", "route_prefix": "/narrow", "import_path": applications.IMPORT_PATH, "args": args}
+    applications.deploy(application.dashboard, wanted)
+    applications.wait_until_running(application.dashboard, "narrow", 300.0)
+    address = urlsplit(application.url)
+    unfinished = (
+        "POST /narrow/v1/completions HTTP/1.1\r\nHost: narrow\r\nContent-Type: application/json\r\n"
+        "Content-Length: 1000\r\n\r\n{"
+    )
+    body = json.dumps({"model": "narrow", "prompt": "recite", "temperature": 0, "max_tokens": 5}).encode()
+    request = urllib.request.Request(
+        f"{application.url}/narrow/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    deadline = time.monotonic() + 240.0
+    refused = None
+    with ExitStack() as connections:
+        # Clients that never finish what they ask hold places in the replica, and in Serve's queue before it.
+        for _ in range(2 * (1 + 16) + 2):
+            held = connections.enter_context(socket.create_connection((address.hostname, address.port)))
+            held.sendall(unfinished.encode())
+        while refused is None:  # until Serve has taken in all of them
+            assert time.monotonic() < deadline
+            try:
+                urllib.request.urlopen(request, timeout=3).close()
+            except urllib.error.HTTPError as error:
+                refused = error
+            except TimeoutError:  # it stood in the queue, behind those that never end
+                pass
+    assert (refused.code, refused.headers["Retry-After"]) == (429, "7")
+    while True:  # they are gone, and so are their places
+        assert time.monotonic() < deadline
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                assert json.loads(response.read())["choices"][0]["text"] == recite(5)
+            break
+        except urllib.error.HTTPError as error:
+            assert error.code == 429
+    applications.remove(application.dashboard, "narrow")
 
 
 def test_a_stuck_replica_is_replaced_and_its_requests_end(application: Application) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -420,6 +421,16 @@ def test_costs_follow_what_rounds_take() -> None:
     assert policy.budget.cost.round_ms[1] == pytest.approx(18.0)
     assert list(policy.budget.cost.round_ms) == sorted(policy.budget.cost.round_ms)
     assert policy.budget.cost.source == "hand, refined while running"
+
+
+def test_the_context_is_not_paid_for_twice() -> None:
+    cost = replace(CURVE, token_ms=0.5)
+    policy = DecodingPolicy("x", MarginalScorer(), UtilityBudget(AcceptanceGain(), cost, 6), 4)
+    assert isinstance(policy.budget, UtilityBudget)
+    refiner = CostRefiner(lambda: policy)
+    for report in rounds(256, 60.0, 0):
+        refiner.stepped(report)
+    assert policy.budget.cost.token_ms == 0.0 and policy.budget.cost.round_ms[0] == pytest.approx(60.0)
 
 
 def test_batches_are_points_of_their_own() -> None:
