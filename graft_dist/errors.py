@@ -40,6 +40,10 @@ class PolicyError(GraftError, ValueError):
     """A decoding policy is unknown or its parts contradict each other."""
 
 
+class PolicyUnreadable(PolicyError):
+    """A saved policy is not there, or cannot be read: another time it may be."""
+
+
 class StoreError(GraftError):
     """The trajectory store cannot be opened, read or written as asked."""
 

@@ -95,7 +95,11 @@ class PinnedRun:
         self._store.unpin(self._pin)
 
     @property
-    def _pin(self) -> str:
+    def place(self) -> str:
         """A name that no other run has, be it one with the same settings in another folder."""
         folder = hashlib.sha256(str(self._out.resolve()).encode()).hexdigest()[:8]
-        return self.run_id or f"{self.identity}-{folder}"
+        return f"{self.identity}-{folder}"
+
+    @property
+    def _pin(self) -> str:
+        return self.run_id or self.place

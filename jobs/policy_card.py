@@ -68,7 +68,7 @@ class LearnedRun:
         return [budget for budget in REPORTED_BUDGETS if fixed("tdes", budget).name in arms]
 
     def rows(self) -> list[Row]:
-        """Every number that the card shows."""
+        """Every number that the card shows, and what else was tried: other budgets, other models of costs."""
         found = [
             {"decoder": name, "task": row["task"], **{column: row[column] for column in _COLUMNS}}
             for name, arm in self.decoders.items()
@@ -83,6 +83,15 @@ class LearnedRun:
             both = {scorer: whole[fixed(scorer, budget).name] for scorer in _SCORERS}
             numbers = {f"{scorer}_{name}": row[name] for scorer, row in both.items() for name in _COLUMNS}
             found.append({"decoder": f"budget {budget}", "task": ALL_TASKS, **numbers})
+        found += [
+            {"decoder": arm.replace(",", ""), "task": ALL_TASKS, **{column: row[column] for column in _COLUMNS}}
+            for arm, row in whole.items()
+            if arm not in (PLAIN, CADDTREE)
+        ]
+        found += [
+            {"decoder": f"cost {fit['name']}", "task": ALL_TASKS, "error_ms": fit["error_ms"]}
+            for fit in self.report["cost"]["fits"]
+        ]
         return [*found, {"decoder": "fit", "task": ALL_TASKS, **self._fit()}]
 
     def _fit(self) -> Row:

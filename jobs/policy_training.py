@@ -112,7 +112,7 @@ def run(request: PolicyRequest) -> int:
         say(f"cost of rounds on {one.hardware}: {one.best.name}, {one.best.error_ms:.2f} ms off on held-out rounds")
     pinned.check(data.drafter_fingerprint)  # before a run that has ended in MLflow is taken up for nothing
     registry = Registry(request.tracking_uri)
-    with TrackedRun.open(registry, request.config.slug, pinned.run_id, request.settings) as tracked:
+    with TrackedRun.open(registry, request.config.slug, pinned.run_id, request.settings, pinned.place) as tracked:
         pinned.keep(snapshot, data.drafter_fingerprint, tracked.run_id)
         tracked.log_data(data, data.identity(costs), request.store)
         _learn(request, data, costs, pinned, registry, tracked)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import ExitStack
@@ -61,6 +62,8 @@ def run_serve(request: ServeRequest) -> int:
     signals = {number: signal.signal(number, ending) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with ExitStack() as stack:
+            if request.address is None:
+                _check_port(request.host, request.port)
             address = request.address or _start_ray(stack)
             _say(f"loading {settings.target} ...")
             applications.check_free(address, name)  # what is there is not ours to replace, nor to take down
@@ -100,6 +103,18 @@ class _Ending:
         else:
             self._is_asked = True
             raise _Stop
+
+
+def _check_port(host: str, port: int) -> None:
+    """Refuse a port that somebody listens on: Serve shares it, and clients would get answers from either in turns."""
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"port {port} of {host} cannot be listened on ({error.strerror}): give another --port, or --address to add "
+            "this target to a cluster that serves already"
+        ) from error
 
 
 def _start_ray(stack: ExitStack) -> str:

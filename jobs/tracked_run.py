@@ -30,13 +30,17 @@ class TrackedRun:
 
     @classmethod
     @contextmanager
-    def open(cls, registry: Registry, slug: str, run_id: str | None, params: Mapping[str, Any]) -> Iterator[TrackedRun]:
+    def open(
+        cls, registry: Registry, slug: str, run_id: str | None, params: Mapping[str, Any], place: str
+    ) -> Iterator[TrackedRun]:
         """Go on with run `run_id`, where it is known, or make a new one with these parameters.
 
-        It is marked as running inside; then as finished, or as failed or killed by the error that went through.
+        `place` names the run's folder: a run of it that was killed before anybody wrote down its id is not left behind
+        as running for ever, but taken up. It is marked as running inside; then as finished, or as failed or killed by
+        the error that went through.
         """
         is_known = run_id is not None and _is_known(registry, run_id)
-        tracked = cls(registry, run_id if run_id is not None and is_known else _new_run(registry, slug))
+        tracked = cls(registry, run_id if run_id is not None and is_known else _new_run(registry, slug, place))
         try:
             if is_known:
                 tracked._resume()
@@ -126,15 +130,22 @@ class TrackedRun:
             print(f"MLflow's run {self.run_id} is not marked as {status.lower()}: {error}", flush=True)
 
 
-def _new_run(registry: Registry, slug: str) -> str:
+def _new_run(registry: Registry, slug: str, place: str) -> str:
+    experiment = registry.experiment(slug)
+    with registry.said("read"):
+        begun = f"tags.`graft.place` = '{place}' AND attributes.status = 'RUNNING'"
+        for known in registry.client.search_runs([experiment], begun):
+            is_begun = known.inputs is not None and known.inputs.dataset_inputs  # logged once its id is written down
+            if not is_begun:
+                return str(known.info.run_id)
     about = provenance()
     tags = {
         "graft.target": slug,
         "graft.commit": str(about["commit"]),
         "graft.versions": json.dumps(about["versions"]),
         "graft.ray_submission_id": job_id() or "",
+        "graft.place": place,
     }
-    experiment = registry.experiment(slug)
     with registry.writing():
         run: str = registry.client.create_run(experiment, run_name=f"policy of {slug}", tags=tags).info.run_id
     return run

@@ -152,9 +152,9 @@ class Answer:
         }
 
     def _top_by_text(self, entry: TokenLogprob) -> dict[str, float]:
-        """Alternatives by text; of several with the same (incomplete characters), the likeliest stands."""
+        """Alternatives and the token itself by text; of several with one (incomplete characters) the likeliest."""
         top: dict[str, float] = {}
-        for token, value in entry.top:
+        for token, value in [*entry.top, (entry.token_id, entry.logprob)]:
             top.setdefault(self._tokens.text(token), value)
         return top
 

@@ -107,7 +107,9 @@ class Completion:
     async def _make_answers(self, request: ChatRequest | CompletionRequest) -> None:
         echoes = [""] * len(self._prompts)
         if isinstance(request, CompletionRequest) and request.echo:
-            echoes = [await self._service.decode_text(prompt) for prompt in self._prompts]
+            echoes = [
+                given if isinstance(given, str) else await self._service.decode_text(given) for given in request.prompts
+            ]
         texts = self._service.token_texts
         self._answers = [
             Answer(number * request.n + choice, self._endpoint, texts, echoes[number])

@@ -371,7 +371,7 @@ class DecodeThread:
     def _step(self) -> None:
         started = time.perf_counter()
         self._engine.record = self._recorded
-        events = self._round()
+        events, is_resting = self._round()
         step_s = time.perf_counter() - started
         batches: dict[RequestStream, list[Streamed | Exception]] = {}
         for event in events:
@@ -384,16 +384,16 @@ class DecodeThread:
         for stream, items in batches.items():
             stream.deliver(items)
         active, engine = self._active, self._engine
-        report = StepReport(events, engine.num_live, engine.num_waiting, step_s, active.label, active)
+        report = StepReport(events, engine.num_live, engine.num_waiting, step_s, active.label, active, is_resting)
         for observer in list(self._observers):
             self._tell(observer, "stepped", report)
 
-    def _round(self) -> list[SequenceEvent]:
-        """One step of the engine; without a draft while drafting has failed lately."""
+    def _round(self) -> tuple[list[SequenceEvent], bool]:
+        """One step of the engine; without a draft while drafting has failed lately, which the second value says."""
         if self._rest_left > 0:
             self._rest_left -= 1
             self._engine.policy = plain()
-            return self._engine.step()
+            return self._engine.step(), True
         self._engine.policy = self._switch.policy
         try:
             events = self._engine.step()
@@ -405,9 +405,9 @@ class DecodeThread:
             self._rest_left = self._rest - 1
             logger.exception("a round failed; decoding without a draft for %d rounds", self._rest)
             self._engine.policy = plain()
-            return self._engine.step()
+            return self._engine.step(), True
         self._rest = 0
-        return events
+        return events, False
 
     def _forget(self, sequence_id: str) -> None:
         self._streams.pop(sequence_id)

@@ -89,7 +89,7 @@ def unauthorized() -> ApiError:
 
 def unknown_model(name: str, served: str) -> ApiError:
     """404: another model than the one served here."""
-    message = f"the model {name!r} does not exist here, this server has {served!r}"
+    message = f"the model {name[:200]!r} does not exist here, this server has {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")
 
 

@@ -86,11 +86,13 @@ def _operations(service: Service) -> APIRouter:
     """What load balancers and people look at."""
     router = APIRouter()
 
+    @router.head("/healthz")
     @router.get("/healthz")
     async def healthz() -> Response:
         health = service.health()
         return JSONResponse(health, 503 if health["status"] == "failed" else 200)
 
+    @router.head("/readyz")
     @router.get("/readyz")
     async def readyz() -> Response:
         status = service.health()["status"]
@@ -109,7 +111,11 @@ async def _complete(service: Service, keys: ApiKeys, request: Request, endpoint:
     try:
         keys.check(request.headers.get("authorization"))
         body = await _body(request, service.args.max_body_bytes, min(_BODY_S, service.args.max_request_s))
-        await completion.start(parse(ChatRequest, body) if endpoint == "chat" else parse(CompletionRequest, body))
+        service.decode.refuse_new(1)  # before anything is made of the body
+        limits = {"max_prompts": service.decode.limit, "max_length": service.max_length}
+        await completion.start(
+            parse(ChatRequest, body, **limits) if endpoint == "chat" else parse(CompletionRequest, body, **limits)
+        )
         if completion.is_streamed:
             return AnswerStream(completion, completion.events(await completion.first()))
         content = await completion.whole()

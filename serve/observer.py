@@ -40,6 +40,7 @@ class StepReport:
     step_s: float  # the whole step: reading prompts and one round
     policy_label: str  # see `ActivePolicy.label`
     active: ActivePolicy  # the policy in force in this step
+    is_resting: bool = False  # drafting has failed lately: nothing was drafted, whatever the policy
 
 
 @dataclass(frozen=True)

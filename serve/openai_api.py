@@ -14,14 +14,18 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 from pydantic_core import ErrorDetails
 
 from graft_dist.sampling import MAX_LOGPROBS, SamplingParams
-from serve.errors import ApiError, bad_request
+from serve.errors import ApiError, bad_request, check_prompt_length
 from serve.serve_args import Method
 
+MAX_CHOICES = 128
 MAX_STOPS = 8
 MAX_STOP_LENGTH = 512
 MAX_STOP_IDS = 64  # each answer of a request keeps a set of its own
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
+
+_MOST = 2**31 - 1
+"""Of whole numbers that have no bound of their own: what is larger is a mistake, and fits no tensor."""
 
 _COMMON_UNSUPPORTED: dict[str, str] = {
     "logit_bias": "biases on single tokens are not supported",
@@ -101,11 +105,11 @@ class _Completion(_Strict):
     """What both endpoints share."""
 
     model: str
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
-    n: Annotated[int, Field(ge=1, le=128)] = 1
+    max_tokens: Annotated[int | None, Field(ge=1, le=_MOST)] = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = 0  # 0 and -1: off
+    top_k: Annotated[int, Field(ge=-1, le=_MOST)] = 0  # 0 and -1: off
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -113,7 +117,7 @@ class _Completion(_Strict):
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     stop: Annotated[tuple[str, ...], FirstMistake()] = ()
     stop_token_ids: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...], FirstMistake(), Field(max_length=MAX_STOP_IDS)
+        tuple[Annotated[int, Field(ge=0, le=_MOST)], ...], FirstMistake(), Field(max_length=MAX_STOP_IDS)
     ] = ()
     ignore_eos: bool = False
     stream: bool = False
@@ -194,7 +198,7 @@ class ChatRequest(_Completion):
     """POST /v1/chat/completions."""
 
     messages: Annotated[tuple[Message, ...], FirstMistake(), Field(min_length=1)]
-    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, le=_MOST)] = None
     logprobs: bool = False
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
 
@@ -269,14 +273,22 @@ class CompletionRequest(_Completion):
 Request = TypeVar("Request", ChatRequest, CompletionRequest)
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
-    """Read a request's body. Raises `ApiError` 400 that names the field at fault."""
+def parse(kind: type[Request], body: bytes, *, max_prompts: int, max_length: int) -> Request:
+    """Read a request's body. Raises `ApiError` 400 that names the field at fault.
+
+    What has more prompts than the server takes at once, or surely more tokens than prompt and answer may have, is
+    refused before anything else is looked at: reading it would keep the event loop from everybody's answers.
+    """
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body is not valid JSON: {error}", None) from error
     if not isinstance(content, dict):
         raise bad_request("the body has to be a JSON object", None)
+    if kind is ChatRequest:
+        _check_messages(content.get("messages"), max_length)
+    else:
+        _check_prompts(content.get("prompt"), content.get("n"), max_prompts, max_length)
     unsupported = _CHAT_UNSUPPORTED if kind is ChatRequest else _COMPLETION_UNSUPPORTED
     content = _without_nulls(content)
     for name, reason in unsupported.items():
@@ -292,6 +304,33 @@ def parse(kind: type[Request], body: bytes) -> Request:
         return kind.model_validate_json(json.dumps(_known(content, kind, "")))
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0]) from error
+
+
+def _check_messages(messages: Any, max_length: int) -> None:
+    """Every message costs at least a token, every part of one at least some time."""
+    if not isinstance(messages, list):
+        return
+    check_prompt_length(len(messages), max_length, "messages", "at least ")
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num_parts = sum(len(content) for content in contents if isinstance(content, list))
+    if num_parts > max_length:
+        raise bad_request(f"the messages have {num_parts} parts, and may have {max_length}", "messages")
+
+
+def _check_prompts(prompt: Any, choices: Any, max_prompts: int, max_length: int) -> None:
+    if not isinstance(prompt, list) or not prompt:
+        return
+    if not isinstance(prompt[0], str | list):  # the ids of one prompt
+        check_prompt_length(len(prompt), max_length, "prompt")
+        return
+    if len(prompt) > max_prompts:
+        num_choices = choices if isinstance(choices, int) and 1 <= choices <= MAX_CHOICES else 1
+        raise bad_request(
+            f"{len(prompt) * num_choices} answers are asked for at once, this server takes {max_prompts}", "prompt"
+        )
+    for each in prompt:
+        if isinstance(each, list):
+            check_prompt_length(len(each), max_length, "prompt")
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
@@ -328,7 +367,10 @@ def _part(part: Any, where: str) -> Any:
     if not isinstance(part, dict):
         return part
     part = _without_nulls(part)
-    if part.get("type") not in ("text", None):
+    for name in ("type", "text"):
+        if name not in part and part.get("type") in ("text", None):
+            raise bad_request(f"the field {where}.{name} is missing", f"{where}.{name}", "missing_required_parameter")
+    if part["type"] != "text":
         raise bad_request(
             f"{where} is of type {str(part['type'])[:100]!r}: only text is supported", where, "unsupported_parameter"
         )

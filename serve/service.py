@@ -26,7 +26,7 @@ from graft_dist.config import TargetConfig, is_folder_spec
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
-from graft_dist.errors import GraftError, PolicyError, is_device_failure
+from graft_dist.errors import GraftError, PolicyError, PolicyUnreadable, is_device_failure
 from graft_dist.hardware import describe_hardware
 from graft_dist.policy import plain
 from graft_dist.software import describe_software
@@ -47,6 +47,7 @@ from serve.traffic_recorder import TrafficRecorder
 from storage import Provenance
 
 _RETRY_S = 30.0  # after which a policy is asked for again that could not be had
+_LOADING_S = 20.0  # that a policy may take to be there: Serve sends a replica nothing while its policy is changed
 
 logger = logging.getLogger("ray.serve")
 
@@ -110,6 +111,7 @@ class Service:
         self._poller: asyncio.Task[None] | None = None
         self._champion_problem: str | None = None  # why there is no champion to follow, in one line
         self._retrier: asyncio.Task[None] | None = None
+        self._loading: tuple[PolicyPin, asyncio.Task[ActivePolicy]] | None = None  # what is still being fetched
         self._recorder: TrafficRecorder | None = None
         if args.record_traffic is not None:
             self._recorder = self._make_recorder(args.record_traffic)
@@ -242,7 +244,7 @@ class Service:
     async def _adopt(self, pin: PolicyPin | None) -> bool:
         """Put a policy in force, or refuse it. False: it could not be had, and another time it may be."""
         try:
-            active = await self._load(pin)
+            active = await self._loaded(pin)
         except Exception as error:
             if pin is None and not self._has_policy:
                 raise
@@ -250,7 +252,7 @@ class Service:
                 logger.exception("loading a policy failed")
             version = None if pin is None or pin.registry is None else pin.registry.version
             await self._refuse(Refusal("none" if pin is None else pin.describe(), _one_line(error), version))
-            return isinstance(error, PolicyError)
+            return isinstance(error, PolicyError) and not isinstance(error, PolicyUnreadable)
         await self._put_in_force(active)
         self._accept()
         return True
@@ -314,6 +316,24 @@ class Service:
         elif refused is not None:  # the champion that was refused is none any more
             self._stop_retrying()
             self._accept()
+
+    async def _loaded(self, pin: PolicyPin | None) -> ActivePolicy:
+        """The policy, if it is there soon; else it goes on being fetched, and whoever asks again finds it.
+
+        A registry that takes a call and does not answer would hold up everything that Serve has for this replica.
+        """
+        if pin is None:
+            self._loading = None
+            return await self._load(None)
+        if self._loading is None or self._loading[0] != pin:
+            self._loading = (pin, asyncio.get_running_loop().create_task(self._load(pin)))
+            self._loading[1].add_done_callback(lambda task: task.cancelled() or task.exception())  # may be nobody's
+        task = self._loading[1]
+        await asyncio.wait({task}, timeout=_LOADING_S)
+        if not task.done():
+            raise GraftError(f"it was not there within {_LOADING_S:g} s; it is still waited for")
+        self._loading = None
+        return task.result()
 
     async def _load(self, pin: PolicyPin | None) -> ActivePolicy:
         assert self._probe is not None

@@ -53,6 +53,9 @@ def policy_name(active: ActivePolicy, method: str | None) -> PolicyName:
     return PolicyName(chosen.name, active.fingerprint if chosen is active.policy else None)
 
 
+_RESTING = PolicyName("plain", None)  # decodes while drafting rests
+
+
 @dataclass(frozen=True)
 class RecorderCounts:
     """Sequences since the replica started; every one that was offered is recorded, dropped or pending."""
@@ -94,9 +97,10 @@ class RecordedSequence:
         """What decoded it; None if that was swapped meanwhile, so that its rounds belong to nobody."""
         return next(iter(self._policies)) if len(self._policies) == 1 else None
 
-    def take(self, event: SequenceEvent, active: ActivePolicy) -> None:
+    def take(self, event: SequenceEvent, report: StepReport) -> None:
         """Keep what one step, under the policy in force, brought this sequence."""
-        self._policies.add(policy_name(active, self._submission.method))
+        own = policy_name(report.active, self._submission.method)
+        self._policies.add(_RESTING if report.is_resting else own)
         self._output_token_ids += event.token_ids
         self.num_bytes += _BYTES_PER_TOKEN * len(event.token_ids)
         if event.round is not None:
@@ -192,7 +196,7 @@ class TrafficRecorder:
                 continue
             num_bytes = sequence.num_bytes
             try:
-                sequence.take(event, report.active)
+                sequence.take(event, report)
             except Exception:  # no memory for it, say: this sequence is lost, the others are not
                 logger.exception("a sequence cannot be recorded")
                 self._drop(self._live.pop(event.sequence_id), "rounds")

@@ -4,6 +4,7 @@ them. Where it is told to, its replicas follow the registry's champion."""
 from __future__ import annotations
 
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,20 @@ from jobs import cli
 from jobs.serve_command import ServeRequest, _application, run_serve
 from serve import applications
 from serve.serve_args import ServeArgs
+
+
+def test_a_port_that_somebody_listens_on_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is shared as Serve shares it: two servers on one port would answer in turns."""
+    monkeypatch.setattr("jobs.serve_command._start_ray", None)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert cli.run(["serve", "--config", "smollm2-135m", "--port", str(port)]) == 2
+    assert f"port {port} of 127.0.0.1 cannot be listened on (Address already in use" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_patient", [True, False])

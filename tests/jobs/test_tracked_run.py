@@ -22,8 +22,8 @@ def registry(tmp_path_factory: pytest.TempPathFactory) -> Registry:
     return Registry(f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}")
 
 
-def opened(registry: Registry, run_id: str | None = None) -> Any:
-    return TrackedRun.open(registry, "tiny", run_id, SETTINGS)
+def opened(registry: Registry, run_id: str | None = None, place: str = "here") -> Any:
+    return TrackedRun.open(registry, "tiny", run_id, SETTINGS, place)
 
 
 def ended_with(registry: Registry, error: BaseException, run_id: str | None = None) -> str:
@@ -58,6 +58,17 @@ def test_a_run_that_is_resumed_is_running_again_and_ends_anew(registry: Registry
     assert status(registry, run_id) == "KILLED"
     with opened(registry, "0" * 32) as tracked:  # of another MLflow
         assert tracked.run_id not in (run_id, "0" * 32)
+
+
+def test_a_run_that_was_killed_before_its_id_was_written_down_is_taken_up(registry: Registry) -> None:
+    begun = opened(registry, place="a folder")  # held: one that is thrown away would end
+    killed = begun.__enter__()
+    with opened(registry, place="another folder") as tracked:
+        assert tracked.run_id != killed.run_id
+    with opened(registry, place="a folder") as tracked:
+        assert tracked.run_id == killed.run_id
+    with opened(registry, place="a folder") as tracked:  # that one has ended
+        assert tracked.run_id != killed.run_id
 
 
 def test_a_run_whose_settings_cannot_be_written_has_failed(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:

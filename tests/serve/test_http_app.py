@@ -180,6 +180,23 @@ def test_echo(client: OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == "recite" + recite(5)
 
 
+def test_an_echo_is_the_text_that_was_sent(client: OpenAI, reciting_target: Target) -> None:
+    """Special tokens, which no answer shows, included."""
+    assert reciting_target.tokenizer is not None
+    prompts = [f"{reciting_target.tokenizer.eos_token}recite", "recite"]
+    found = client.completions.create(**CONTINUE | {"prompt": prompts}, max_tokens=5, echo=True).choices
+    assert [choice.text for choice in found] == [prompt + recite(5) for prompt in prompts]
+
+
+def test_the_token_itself_is_among_its_alternatives(client: OpenAI) -> None:
+    fields = CONTINUE | {"temperature": 2.0, "max_tokens": 40, "logprobs": 1}
+    logprobs = client.completions.create(**fields, seed=3, extra_body={"ignore_eos": True}).choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None and logprobs.tokens is not None
+    for token, value, top in zip(logprobs.tokens, logprobs.token_logprobs or [], logprobs.top_logprobs, strict=True):
+        assert top[token] >= value and len(top) <= 2  # two tokens may show as the same text
+    assert max(len(top) for top in logprobs.top_logprobs) == 2  # one that was not the likeliest
+
+
 def test_log_probabilities_of_a_completion(client: OpenAI) -> None:
     logprobs = client.completions.create(**CONTINUE, max_tokens=6, logprobs=1).choices[0].logprobs
     assert logprobs is not None
@@ -316,7 +333,15 @@ CHAT_REFUSALS = [
     ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages[0].name", "unsupported_parameter"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "invalid_value"),
     ({"messages": "recite"}, "messages", "invalid_value"),
-    ({"messages": [1] * 1000}, "messages[0]", "invalid_value"),
+    ({"messages": [1] * 100}, "messages[0]", "invalid_value"),
+    ({"max_tokens": 10**4299}, "max_tokens", "invalid_value"),
+    ({"max_completion_tokens": 10**4299}, "max_completion_tokens", "invalid_value"),
+    ({"top_k": 2**31}, "top_k", "invalid_value"),
+    ({"stop_token_ids": [2**31]}, "stop_token_ids[0]", "invalid_value"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text",
+     "missing_required_parameter"),
+    ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type",
+     "missing_required_parameter"),
     ({"messages": [MESSAGES[0] | {"nonsense": 1}]}, "messages[0].nonsense", "unknown_parameter"),
     ({"messages": [MESSAGES[0] | {"annotations": [1]}]}, "messages[0].annotations", "unsupported_parameter"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "detail": "low"}]}]},
@@ -360,6 +385,8 @@ COMPLETION_REFUSALS = [
     ({"prompt": ""}, "prompt"),
     ({"prompt": [1, 99999]}, "prompt"),
     ({"prompt": [[1], [-1]], "echo": True}, "prompt"),
+    ({"prompt": [1, 10**4299]}, "prompt"),
+    ({"prompt": [[1]] * 100}, "prompt"),
     ({"echo": True, "logprobs": 1}, "echo"),
     ({"logprobs": True}, "logprobs"),
     ({"messages": MESSAGES}, "messages"),

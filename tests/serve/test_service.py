@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import MarginalScorer
 from graft_dist.errors import RegistryError
 from graft_dist.hardware import describe_hardware
-from graft_dist.policy import DecodingPolicy
+from graft_dist.policy import DecodingPolicy, GraftPolicy
 from graft_dist.target import Target
 from serve import service as service_module
 from serve.cost_refiner import CostRefiner
@@ -183,7 +185,7 @@ def test_whatever_goes_wrong_with_a_policy_the_old_one_decodes(
     running: Running, reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica = object.__new__(Decoder)
-    replica._service = running.service
+    replica._service, replica._repeating = running.service, SimpleNamespace()  # type: ignore[assignment]
     unreadable = {"policy": {"fodler": "x"}}
     with pytest.raises(ValueError, match="fodler"):  # nothing is in force yet: the application shall not start
         asyncio.run(replica.reconfigure(unreadable))
@@ -240,6 +242,59 @@ def test_a_policy_that_cannot_be_had_is_asked_for_again(
     label = f"folder-{running.service.decode.active.fingerprint[:8]}"
     assert running.reports.policies == [("ddtree", "the registry is away"), (label, None)]  # each thing is said once
     assert num_asked == {away.folder: 3}
+
+
+def test_a_registry_that_takes_the_call_and_is_silent_holds_nothing_up(
+    running: Running, reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, good = saved(reciting_target, tmp_path / "silent"), saved(reciting_target, tmp_path / "good", max_budget=4)
+    answers, num_asked, read = threading.Event(), Counter[str | None](), running.service._source.read
+
+    def reading(pin: PolicyPin) -> Any:
+        num_asked[pin.folder] += 1
+        assert pin.folder != silent.folder or answers.wait(60)
+        return read(pin)
+
+    monkeypatch.setattr(running.service._source, "read", reading)
+    monkeypatch.setattr(service_module, "_LOADING_S", 0.05)
+    monkeypatch.setattr(service_module, "_RETRY_S", 0.0)
+
+    async def run() -> None:
+        reconfigure = running.service.reconfigure
+        await reconfigure(UserConfig(policy=silent))  # comes back, although nobody has answered
+        assert running.service.health()["refused_policy"]["reason"].startswith("it was not there within 0.05 s")
+        await reconfigure(UserConfig(policy=good))  # another one does not wait for it
+        assert running.service.refusal is None
+        await reconfigure(UserConfig(policy=silent))
+        answers.set()
+        async with asyncio.timeout(30):
+            while running.service.refusal is not None:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+    fingerprint = GraftPolicy.load(tmp_path / "silent").fingerprint
+    assert running.service.decode.active.fingerprint == fingerprint
+    assert num_asked == {silent.folder: 2, good.folder: 1}  # however often it was looked for while it was fetched
+
+
+def test_a_folder_that_is_not_there_yet_is_looked_at_again(
+    running: Running, reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one on a volume that is mounted after the replica has started."""
+    pin = saved(reciting_target, tmp_path / "late")
+    (tmp_path / "late").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(service_module, "_RETRY_S", 0.0)
+
+    async def run() -> None:
+        await running.service.reconfigure(UserConfig(policy=pin))
+        assert "holds no policy.json" in running.service.health()["refused_policy"]["reason"]
+        (tmp_path / "elsewhere").rename(tmp_path / "late")
+        async with asyncio.timeout(30):
+            while running.service.refusal is not None:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(run())
+    assert running.service.decode.active.fingerprint is not None
 
 
 def test_asking_goes_on_when_a_swap_fails(
@@ -392,7 +447,6 @@ def test_without_a_champion_a_server_starts_and_says_so_once(
 
 def rounds(num_rounds: int, round_ms: float, *budgets: int) -> Iterator[StepReport]:
     """Reports of rounds that took `round_ms`, of as many sequences as budgets."""
-    from types import SimpleNamespace
 
     ns, rows = int(round_ms * 1e6), sum(budgets) + len(budgets)
     draft_ns = ns // 4 if any(budgets) else 0

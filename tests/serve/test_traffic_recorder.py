@@ -31,8 +31,8 @@ def submission(name: str, request: str | None = None, method: str | None = None,
     return Submission(name, request or f"req-{name}", [1, 2, 3], SamplingParams(**params), method)  # type: ignore[arg-type]
 
 
-def report(*events: SequenceEvent, active: ActivePolicy = ACTIVE) -> StepReport:
-    return StepReport(list(events), 1, 0, 0.1, active.label, active)
+def report(*events: SequenceEvent, active: ActivePolicy = ACTIVE, is_resting: bool = False) -> StepReport:
+    return StepReport(list(events), 1, 0, 0.1, active.label, active, is_resting)
 
 
 def decode(recorder: TrafficRecorder, name: str, method: str | None = None, **changes: object) -> None:
@@ -82,6 +82,21 @@ def test_a_full_unit_is_committed_and_marked(make: Callable[..., TrafficRecorder
     }  # fmt: skip
     (run,) = run_query(recorder.settings.store, "runs").to_pylist()
     assert (run["run_id"], run["sources"], run["num_units"]) == (recorder.run_id, "traffic", 1)
+
+
+def test_rounds_without_a_draft_are_not_the_policys(make: Callable[..., TrafficRecorder]) -> None:
+    """As they are for a while after drafting has failed."""
+    recorder = make()
+    for name, resting in (("whole", (True, True)), ("part", (True, False))):
+        recorder.added(submission(name))
+        recorder.stepped(report(SequenceEvent(name, [4], "", None), is_resting=resting[0]))
+        end = SequenceEvent(name, [5, 8], "", None, "stop", round=make_round(name, 0), summary=SUMMARY)
+        recorder.stepped(report(end, is_resting=resting[1]))
+    recorder.close()
+    assert recorder.counts.dropped == {"policy": 1}
+    sql = "SELECT prompt_id, policy, policy_fingerprint FROM sequences"
+    found = run_query(recorder.settings.store, sql).to_pylist()
+    assert found == [{"prompt_id": "req-whole", "policy": "plain", "policy_fingerprint": None}]
 
 
 def test_closing_writes_the_rest_in_a_unit_per_method(make: Callable[..., TrafficRecorder]) -> None:
