@@ -8,7 +8,6 @@ quantiles only: Ray passes on which bucket a value fell into and not the value, 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ Kind = Literal["counter", "gauge", "histogram"]
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.5, 1.0, 5.0)
 _LENGTHS = tuple(length + 0.5 for length in range(17))  # one whole number in the middle of each
-_REPEAT_S = 1.0  # Ray shows a gauge only where it was set since its last report, every ten seconds by default
 _BUDGETS = (0.5, 1.5, 2.5, 4.5, 8.5, 12.5, 16.5, 24.5, 32.5, 48.5, 64.5, 96.5, 128.5, 256.5, 512.5, 1024.5)
 
 
@@ -114,7 +112,6 @@ class ServingMetrics:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Any] = {spec.name.removeprefix("graft_serve_"): _make(spec) for spec in SPECS}
-        self._gauges: dict[str, float] = {}
         self._set("policy_version", 0)
         self._set("policy_refused", 0)
         self._load(0, 0)
@@ -192,19 +189,7 @@ class ServingMetrics:
         self._metrics[name].observe(value, {})
 
     def _set(self, name: str, value: float) -> None:
-        self._gauges[name] = value
         self._metrics[name].set(value, {})
-
-    def repeat_gauges(self) -> None:
-        """Set every gauge again, as it is."""
-        for name in self._gauges:
-            self._metrics[name].set(self._gauges[name], {})
-
-    async def keep_gauges(self) -> None:
-        """Repeat the gauges for ever: what did not change for a while would vanish from the metrics port."""
-        while True:
-            self.repeat_gauges()
-            await asyncio.sleep(_REPEAT_S)
 
 
 def _make(spec: MetricSpec) -> Any:

@@ -5,7 +5,6 @@ A shell: Serve's hooks on one side, the service on the other.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,9 +21,8 @@ class Decoder:
     """One replica. Serve calls `reconfigure` once before the first request, then whenever the user_config changes."""
 
     def __init__(self, args: ServeArgs, config: TargetConfig) -> None:
-        self._metrics = ServingMetrics()
-        self._repeating: asyncio.Task[None] | None = None
-        self._service = Service(args, config, observers=[self._metrics], request_observers=[self._metrics])
+        metrics = ServingMetrics()
+        self._service = Service(args, config, observers=[metrics], request_observers=[metrics])
         self._is_configured = False
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -34,8 +32,6 @@ class Decoder:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Put another policy in force; requests under way go on. What cannot be read is refused: the old one stays."""
         self._is_configured = True
-        if self._repeating is None:
-            self._repeating = asyncio.get_running_loop().create_task(self._metrics.keep_gauges())
         try:
             wanted = UserConfig.model_validate(user_config)
         except ValidationError as error:

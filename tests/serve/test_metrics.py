@@ -139,11 +139,6 @@ def test_a_policy_change_shows_the_version_in_force_and_whether_another_was_refu
     assert shown() == (7, 1)
     metrics.policy_changed("v12", None)
     assert shown() == (12, 0)
-    for gauge in made.values():  # as Ray forgets one that was not set since its last report
-        if gauge.spec.kind == "gauge":
-            gauge.values.clear()
-    metrics.repeat_gauges()
-    assert shown() == (12, 0) and made["live_slots"].values == made["queued_sequences"].values == {(): 0}
     metrics.policy_changed("ddtree", "v12 is away")  # a label of no registered version
     assert shown() == (0, 1)
     assert made["policy_changes"].values == {
@@ -274,6 +269,6 @@ def test_the_endpoint_tells_what_happened(url: str) -> None:
     assert all("replica" in tags for _, tags, _ in samples)
     gauges = {spec.exported_names[0] for spec in SPECS if spec.kind == "gauge"}
     deadline = time.monotonic() + 6 * REPORT_MS / 1000
-    while time.monotonic() < deadline:  # nothing is decoded, and no policy changes
+    while time.monotonic() < deadline:  # they stay while nothing is decoded and no policy changes
         assert gauges - {name for name, _, _ in scrape()} == set()
         time.sleep(0.2)

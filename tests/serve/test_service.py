@@ -185,7 +185,7 @@ def test_whatever_goes_wrong_with_a_policy_the_old_one_decodes(
     running: Running, reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica = object.__new__(Decoder)
-    replica._service, replica._repeating = running.service, SimpleNamespace()  # type: ignore[assignment]
+    replica._service = running.service
     unreadable = {"policy": {"fodler": "x"}}
     with pytest.raises(ValueError, match="fodler"):  # nothing is in force yet: the application shall not start
         asyncio.run(replica.reconfigure(unreadable))
