@@ -6,12 +6,13 @@
     ├── DrafterError   a drafter checkpoint that is broken, of another kind, or does not fit its target
     ├── PromptError    a prompt source that cannot be read, or a prompt that cannot be rendered
     ├── PolicyError    a decoding policy that does not exist or contradicts itself
+    │   └── PolicyUnreadableError  a saved one that is not there, or not whole; later it may be
     ├── StoreError     a trajectory store that cannot be opened, read or written
     └── RegistryError  a registry of policies that cannot be reached, or does not hold what was asked for
         └── RegistryUnavailableError  it cannot be reached, read or written now; later it may be
 
 Each message is one sentence: what is wrong (the name and the value), and what is allowed or what to do. Commands catch
-`GraftError`, print the sentence and exit with code 2. The first five are also a `ValueError`, so that code which knows
+`GraftError`, print the sentence and exit with code 2. The first six are also a `ValueError`, so that code which knows
 nothing of this project catches them as one. Violations of our own invariants are `AssertionError`s instead.
 """
 
@@ -40,7 +41,7 @@ class PolicyError(GraftError, ValueError):
     """A decoding policy is unknown or its parts contradict each other."""
 
 
-class PolicyUnreadable(PolicyError):
+class PolicyUnreadableError(PolicyError):
     """A saved policy is not there, or cannot be read: another time it may be."""
 
 

@@ -37,7 +37,7 @@ from graft_dist.budget import (
 )
 from graft_dist.cost_curve import CostCurve
 from graft_dist.edge_scorer import Reading, TdesConfig, TdesNetwork
-from graft_dist.errors import PolicyError, PolicyUnreadable
+from graft_dist.errors import PolicyError, PolicyUnreadableError
 
 SCHEMA_VERSION = 1
 JSON_NAME = "policy.json"
@@ -268,11 +268,11 @@ def _read_json(folder: Path) -> PolicyPart:
     try:
         content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise PolicyUnreadable(f"{folder} holds no {JSON_NAME}, so it is not a saved policy") from None
+        raise PolicyUnreadableError(f"{folder} holds no {JSON_NAME}, so it is not a saved policy") from None
     except OSError as error:
-        raise PolicyUnreadable(f"{file} cannot be read ({error.strerror})") from error
+        raise PolicyUnreadableError(f"{file} cannot be read ({error.strerror})") from error
     except ValueError as error:  # such as one that is still being copied
-        raise PolicyUnreadable(f"{file} cannot be read as JSON ({' '.join(str(error).split())})") from error
+        raise PolicyUnreadableError(f"{file} cannot be read as JSON ({' '.join(str(error).split())})") from error
     version = content.get("schema_version") if isinstance(content, dict) else None
     if version != SCHEMA_VERSION:
         raise PolicyError(f"{file} has schema version {version!r}; this program reads version {SCHEMA_VERSION} only")
@@ -294,9 +294,9 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
     except FileNotFoundError:
-        raise PolicyUnreadable(f"{file} is missing") from None
+        raise PolicyUnreadableError(f"{file} is missing") from None
     except Exception as error:  # safetensors has an exception type for each way of being broken
-        raise PolicyUnreadable(f"{file} cannot be read as safetensors ({' '.join(str(error).split())})") from error
+        raise PolicyUnreadableError(f"{file} cannot be read as safetensors ({' '.join(str(error).split())})") from error
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], network: TdesNetwork, folder: Path) -> None:

@@ -26,7 +26,7 @@ from graft_dist.config import TargetConfig, is_folder_spec
 from graft_dist.decoder import load_decoder, new_engine
 from graft_dist.drafter import DFlashDrafter
 from graft_dist.engine import Engine
-from graft_dist.errors import GraftError, PolicyError, PolicyUnreadable, is_device_failure
+from graft_dist.errors import GraftError, PolicyError, PolicyUnreadableError, is_device_failure
 from graft_dist.hardware import describe_hardware
 from graft_dist.policy import plain
 from graft_dist.software import describe_software
@@ -252,7 +252,7 @@ class Service:
                 logger.exception("loading a policy failed")
             version = None if pin is None or pin.registry is None else pin.registry.version
             await self._refuse(Refusal("none" if pin is None else pin.describe(), _one_line(error), version))
-            return isinstance(error, PolicyError) and not isinstance(error, PolicyUnreadable)
+            return isinstance(error, PolicyError) and not isinstance(error, PolicyUnreadableError)
         await self._put_in_force(active)
         self._accept()
         return True

@@ -10,6 +10,7 @@ KINDS = [
     errors.DrafterError,
     errors.PromptError,
     errors.PolicyError,
+    errors.PolicyUnreadableError,
     errors.StoreError,
     errors.RegistryError,
     errors.RegistryUnavailableError,
@@ -21,7 +22,7 @@ def test_every_error_is_a_graft_error(kind: type[Exception]) -> None:
     assert issubclass(kind, errors.GraftError)
 
 
-@pytest.mark.parametrize("kind", KINDS[:5])
+@pytest.mark.parametrize("kind", KINDS[:6])
 def test_wrong_input_is_also_a_value_error(kind: type[Exception]) -> None:
     assert issubclass(kind, ValueError)
 
