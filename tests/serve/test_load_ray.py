@@ -1,6 +1,7 @@
 """`graft bench-serve` and its soak on a real Ray Serve application: policies swapped, processes watched."""
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from openai import APIError, InternalServerError, OpenAI
+from openai import APIError, InternalServerError, OpenAI, RateLimitError
 
 from graft_dist.config import TargetConfig, load_config
 from graft_dist.drafter import DFlashDrafter
@@ -42,7 +43,7 @@ class Application:
 
     url: str
     dashboard: str
-    folder: Path  # with prompts.jsonl, two policies that fit, one that does not, and the store of recorded traffic
+    folder: Path  # with prompts.jsonl, three policies that fit, one that does not, and the store of recorded traffic
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,7 @@ def application(
     fitting = {"target_fingerprint": reciting_target.fingerprint, "drafter_fingerprint": drafter.fingerprint}
     make_policy(network, slug=reciting_config.slug, **fitting).save(folder / "fitting")
     make_policy(network, slug=reciting_config.slug, max_budget=5, **fitting).save(folder / "smaller")
+    make_policy(network, slug=reciting_config.slug, max_budget=4, **fitting).save(folder / "smallest")
     make_policy(network, slug=reciting_config.slug).save(folder / "foreign")
     (port,) = free_ports(1)
     wanted = {
@@ -239,9 +241,8 @@ def test_a_replica_follows_the_registrys_champion(application: Application, tmp_
     slug = load_config(str(application.folder / "tiny.yaml")).slug
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     registry = Registry(uri)
-    for version, folder in ((1, "fitting"), (2, "smaller"), (3, "foreign")):
+    for version, folder in ((1, "fitting"), (2, "smaller"), (3, "foreign"), (4, "smallest")):
         assert registry.register(application.folder / folder, slug, {"mat": float(version)}) == version
-    registry.promote(slug, 1)
     args = {
         "config": str(application.folder / "tiny.yaml"), "model": "follower", "num_cpus": 0.2, "threads": 1,
         "poll_champion": {"tracking_uri": uri, "every_s": 1},
@@ -263,7 +264,10 @@ def test_a_replica_follows_the_registrys_champion(application: Application, tmp_
         answer = client.completions.create(model="follower", prompt="recite", temperature=0, max_tokens=30)
         assert answer.choices[0].text == recite(30)
 
-    wait_for(lambda found: found["policy"]["version"] == 1)
+    wait_for(lambda found: found["champion_problem"] == f"the registry has no champion of {slug} yet")
+    assert health()["policy"]["version"] is None
+    registry.promote(slug, 1)
+    wait_for(lambda found: found["policy"]["version"] == 1 and found["champion_problem"] is None)
     registry.promote(slug, 2)
     wait_for(lambda found: found["policy"]["version"] == 2)
     registry.promote(slug, 3)  # made for another target
@@ -271,6 +275,12 @@ def test_a_replica_follows_the_registrys_champion(application: Application, tmp_
     assert (health()["policy"]["version"], health()["refused_policy"]["policy"]) == (2, "v3")
     registry.rollback(slug)
     wait_for(lambda found: found["refused_policy"] is None and found["policy"]["version"] == 2)
+    shutil.rmtree(tmp_path / "mlartifacts")
+    registry.promote(slug, 4)  # which no replica has a copy of
+    wait_for(lambda found: found["refused_policy"] is not None)
+    assert (health()["policy"]["version"], health()["refused_policy"]["policy"]) == (2, "v4")
+    registry.promote(slug, 1)  # which this one has
+    wait_for(lambda found: found["refused_policy"] is None and found["policy"]["version"] == 1)
     assert _find(application, "follower").pids == pids, "no replica was started anew"
     applications.remove(application.dashboard, "follower")
 
@@ -317,6 +327,48 @@ def test_serves_own_full_queue_says_when_to_come_back(application: Application) 
         except urllib.error.HTTPError as error:
             assert error.code == 429
     applications.remove(application.dashboard, "narrow")
+
+
+def test_whoever_is_inside_serves_own_full_queue_is_answered_whole(application: Application) -> None:
+    args = {
+        "config": str(application.folder / "tiny.yaml"), "model": "single", "num_cpus": 0.2, "threads": 1,
+        "methods": ["plain"], "retry_after_s": 7,
+    }  # fmt: skip
+    one_each = {"name": applications.DEPLOYMENT, "max_ongoing_requests": 1, "max_queued_requests": 1}
+    wanted = {
+        "name": "single", "route_prefix": "/single", "import_path": applications.IMPORT_PATH, "args": args,
+        "deployments": [one_each],  # Serve's limits far below the service's own
+    }  # fmt: skip
+    applications.deploy(application.dashboard, wanted)
+    applications.wait_until_running(application.dashboard, "single", 300.0)
+    client = OpenAI(base_url=f"{application.url}/single/v1", api_key="any", timeout=120.0, max_retries=0)
+    fields: dict[str, Any] = {"model": "single", "prompt": "recite", "temperature": 0}
+    deadline = time.monotonic() + 240.0
+
+    def ask(max_tokens: int) -> str | RateLimitError:
+        try:
+            return client.completions.create(**fields, max_tokens=max_tokens).choices[0].text
+        except RateLimitError as error:
+            return error
+
+    refused: list[RateLimitError] = []
+    while not refused:  # unless the stream was over before they came
+        assert time.monotonic() < deadline
+        body = {"graft": {"method": "plain"}}
+        chunks = iter(client.completions.create(**fields, max_tokens=240, stream=True, extra_body=body))
+        text = next(chunks).choices[0].text  # so it holds the replica's only place
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(ask, 5) for _ in range(4)]  # and the first of these the queue's
+            text += "".join(chunk.choices[0].text for chunk in chunks)
+            answers = [one.result() for one in asked]
+        assert text == recite(240)
+        assert {answer for answer in answers if isinstance(answer, str)} == {recite(5)}
+        refused = [answer for answer in answers if isinstance(answer, RateLimitError)]
+    for error in refused:
+        assert (error.status_code, error.response.headers["retry-after"]) == (429, "7")
+        assert "max_queued_requests=1" in error.response.text  # Serve's own words, and no JSON
+    assert ask(5) == recite(5)
+    applications.remove(application.dashboard, "single")
 
 
 def test_a_stuck_replica_is_replaced_and_its_requests_end(application: Application) -> None:
