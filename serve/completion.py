@@ -73,11 +73,9 @@ class Completion:
                 f"method {self._method!r} cannot be chosen here; allowed: {allowed}", "graft.method"
             )
         num_prompts = 1 if isinstance(request, ChatRequest) else len(request.prompts)
-        num_answers, limit = request.n * num_prompts, self._service.decode.limit
-        if num_answers > limit:  # before prompts are tokenized, which others wait for too
-            param = "prompt" if num_prompts > limit else "n"
-            raise errors.bad_request(f"{num_answers} answers are asked for at once, this server takes {limit}", param)
-        self._service.decode.refuse_new(num_answers)
+        # Before prompts are tokenized, which others wait for too.
+        errors.check_num_answers(num_prompts, request.n, self._service.decode.limit)
+        self._service.decode.refuse_new(num_prompts * request.n)
         self._prompts = await self._token_ids(request)
         await self._make_answers(request)
         self._submit(request)

@@ -69,6 +69,14 @@ def check_prompt_length(num_tokens: int, limit: int, param: str, least: str = ""
         )
 
 
+def check_num_answers(num_prompts: int, num_choices: int, limit: int) -> None:
+    """Raise 400 for more answers at once, `num_choices` to each prompt, than the server takes."""
+    num_answers = num_prompts * num_choices
+    if num_answers > limit:
+        param = "prompt" if num_prompts > limit else "n"
+        raise bad_request(f"{num_answers} answers are asked for at once, this server takes {limit}", param)
+
+
 def body_too_large(num_read: int, declared: str | None, limit: int) -> ApiError:
     """413: the body has more bytes than allowed; how many its header says, or else how many were read until then."""
     size = declared if declared is not None and declared.isdecimal() else f"at least {num_read}"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 from pydantic_core import ErrorDetails
 
 from graft_dist.sampling import MAX_LOGPROBS, SamplingParams
-from serve.errors import ApiError, bad_request, check_prompt_length
+from serve.errors import ApiError, bad_request, check_num_answers, check_prompt_length
 from serve.serve_args import Method
 
 MAX_CHOICES = 128
@@ -325,9 +325,7 @@ def _check_prompts(prompt: Any, choices: Any, max_prompts: int, max_length: int)
         return
     if len(prompt) > max_prompts:
         num_choices = choices if isinstance(choices, int) and 1 <= choices <= MAX_CHOICES else 1
-        raise bad_request(
-            f"{len(prompt) * num_choices} answers are asked for at once, this server takes {max_prompts}", "prompt"
-        )
+        check_num_answers(len(prompt), num_choices, max_prompts)
     for each in prompt:
         if isinstance(each, list):
             check_prompt_length(len(each), max_length, "prompt")

@@ -40,14 +40,14 @@ class EdgeModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
             spec = context.model_config["target"]
             self.policy.check(read_fingerprint(spec), self.policy.drafter_fingerprint)
             self.embeddings = read_embeddings(spec).float()
-        columns = [torch.tensor(model_input[name].to_numpy()) for name in ("parent", "child", "depth")]
-        deepest = network.config.draft_depth
-        for name, column, least, most in zip(
-            ("parent", "child", "depth"), columns, (0, 0, 1), (*[len(self.embeddings) - 1] * 2, deepest), strict=True
-        ):
+        last = len(self.embeddings) - 1
+        columns = []
+        for name, least, most in (("parent", 0, last), ("child", 0, last), ("depth", 1, network.config.draft_depth)):
+            column = torch.tensor(model_input[name].to_numpy())
             wrong = column[(column < least) | (column > most)]
             if len(wrong) > 0:
                 raise PolicyError(f"{name} is {int(wrong[0])}, allowed is {least} to {most}")
+            columns.append(column)
         with torch.no_grad():
             tables = network.token_tables(self.embeddings[torch.cat(columns[:2])])
             number = torch.arange(len(model_input))
