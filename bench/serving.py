@@ -135,7 +135,7 @@ class Server:
     def __init__(self, config: str, policy: str, port: int, log: Path) -> None:
         self._log = log
         self._command = [*GRAFT, "serve", "--config", config, "--policy", policy, "--port", str(port)]
-        self._command += ["--methods", ",".join(METHODS)]
+        self._command += ["--methods", ",".join(METHODS), "--address", "local"]
         self.dashboard = ""
 
     def __enter__(self) -> Server:

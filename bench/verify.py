@@ -2,7 +2,8 @@
 
     python bench/verify.py [FOLDER|DOCUMENT.md ...]      (default: all that the repository publishes)
 
-Each folder holds what `graft bench`, `graft bench-serve` or `bench/forwards.py` wrote. Every cell of its summary that
+Each folder holds what `graft bench`, `graft bench-serve` or a measurement of a part (`bench/forwards.py`,
+`roofline.py`, `compiled.py`, `draft_vocabulary.py`) wrote. Every cell of its summary that
 is a function of the rows is computed again, in other code than the one that made it; the intervals' bounds, which come
 from random resampling, are checked against a resampling of our own. `summary.md` has to show the same numbers, and of
 `graft bench` what a round's stages took. Rows of earlier versions have fewer columns, and so have their summaries. Exit
@@ -129,7 +130,7 @@ def interval_of(pairs: list[tuple[Row, Row]], num_resamples: int = 1000) -> tupl
 def differences(folder: Path) -> list[str]:
     """One line for each number that does not follow from the rows."""
     if (folder / "summary.jsonl").is_file() and not (folder / "summary.json").is_file():
-        return forwards_differences(folder)
+        return part_differences(folder)
     return load_differences(folder) if (folder / "gaps.jsonl").is_file() else bench_differences(folder)
 
 
@@ -244,34 +245,100 @@ def _shown_line(values: list[Any]) -> str:
     return f"| {' | '.join(shown)} |"
 
 
-# ---- what `bench/forwards.py` wrote
+# ---- what the measurements of single parts wrote: bench/forwards.py, roofline.py, compiled.py, draft_vocabulary.py
 
 
-def forwards_differences(folder: Path) -> list[str]:
-    """`differences` of a measurement of the two forward passes: medians by kind of weights."""
+def part_differences(folder: Path) -> list[str]:
+    """`differences` of a measurement whose summary has a row for each kind of what was measured."""
     raw, summary = read_lines(folder / "raw.jsonl"), read_lines(folder / "summary.jsonl")
-    if not all({"weights", "budget", "draft_ms", "verify_ms"} <= row.keys() for row in raw):
-        return ["raw.jsonl has other rows than those of bench/forwards.py, which are the only ones known here"]
-    kinds = dict.fromkeys(row["weights"] for row in raw)
-    found = []
-    if [cell["weights"] for cell in summary] != list(kinds):
-        found.append("summary.jsonl does not have one row for each kind of weights in raw.jsonl")
-    for cell in summary:
-        medians = forward_medians([row for row in raw if row["weights"] == cell["weights"]])
-        for column in dict.fromkeys([*cell, *medians]):
-            if column != "weights" and cell.get(column) != medians.get(column):
-                found.append(f"{cell['weights']}: {column} is {cell.get(column)}, the rows give {medians.get(column)}")
+    know = next((rows_of_part for column, rows_of_part in PARTS.items() if raw and column in raw[-1]), None)
+    if know is None:
+        return ["raw.jsonl has other rows than those of the measurements that are the only ones known here"]
+    expected, found = know(raw), []
+    kind = next(iter(expected[0]))
+    if [cell.get(kind) for cell in summary] != [row[kind] for row in expected]:
+        found.append(f"summary.jsonl does not have one row for each kind of {kind} in raw.jsonl")
+    for cell, row in zip(summary, expected, strict=False):
+        for column in dict.fromkeys([*cell, *row]):
+            if column != kind and not _is_close(cell.get(column), row.get(column), RELATIVE_TOLERANCE):
+                found.append(f"{cell[kind]}: {column} is {cell.get(column)}, the rows give {row.get(column)}")
     return found
 
 
-def forward_medians(rows: list[Row]) -> Row:
-    """Milliseconds of verifying, by budget, and of drafting."""
-    columns = {f"verify_{row['budget']}": [] for row in rows} | {"draft": []}
-    for row in rows:
-        columns[f"verify_{row['budget']}"].append(row["verify_ms"])
-        if row["budget"]:
-            columns["draft"].append(row["draft_ms"])
-    return {column: round(statistics.median(values), 3) for column, values in columns.items() if values}
+def forward_rows(raw: list[Row]) -> list[Row]:
+    """By kind of weights: median milliseconds of verifying, by budget, and of drafting."""
+    found = []
+    for weights in dict.fromkeys(row["weights"] for row in raw):
+        own = [row for row in raw if row["weights"] == weights]
+        columns: dict[str, list[float]] = {f"verify_{row['budget']}": [] for row in own} | {"draft": []}
+        for row in own:
+            columns[f"verify_{row['budget']}"].append(row["verify_ms"])
+            if row["budget"]:
+                columns["draft"].append(row["draft_ms"])
+        medians = {column: round(statistics.median(values), 3) for column, values in columns.items() if values}
+        found.append({"weights": weights} | medians)
+    return found
+
+
+def roofline_rows(raw: list[Row]) -> list[Row]:
+    """By pass: milliseconds to read its weights and to multiply at the machine's rates, of its products, of it all."""
+    machine, *passes = raw
+    read, flops = statistics.median(machine["read_gb_s"]), statistics.median(machine["gflop_s"])
+    return [
+        {
+            "pass": row["pass"],
+            "read": row["weight_bytes"] / read / 1e6,
+            "multiply": row["flops"] / flops / 1e6,
+            "products": statistics.median(row["products_ms"]),
+            "whole": statistics.median(row["pass_ms"]),
+            "read_gb_s": read,
+            "gflop_s": flops,
+        }
+        for row in passes
+    ]
+
+
+def compiled_rows(raw: list[Row]) -> list[Row]:
+    """By way: median milliseconds by number of rows, and the seconds of its first passes together."""
+    found = []
+    for way in dict.fromkeys(row["way"] for row in raw):
+        own = [row for row in raw if row["way"] == way]
+        medians = {f"rows_{row['rows']}": round(statistics.median(row["ms"]), 3) for row in own}
+        found.append({"way": way} | medians | {"first_s": round(sum(row["first_s"] for row in own), 1)})
+    return found
+
+
+def vocabulary_rows(raw: list[Row]) -> list[Row]:
+    """By size of the draft vocabulary: acceptance length, milliseconds of a round, tokens per second."""
+    found: list[Row] = []
+    for size in sorted({row["size"] for row in raw}):
+        names = ("tokens", "rounds", "draft_ms", "round_ms")
+        sums = {name: sum(row[name] for row in raw if row["size"] == size) for name in names}
+        found.append(
+            {
+                "size": size,
+                "mat": round(sums["tokens"] / sums["rounds"], 4),
+                "draft_ms": round(sums["draft_ms"] / sums["rounds"], 3),
+                "round_ms": round(sums["round_ms"] / sums["rounds"], 3),
+                "tokens_per_s": round(1e3 * sums["tokens"] / sums["round_ms"], 3),
+            }
+        )
+    whole = [row for row in raw if row["size"] == 0]
+    whole_rate = 1e3 * sum(row["tokens"] for row in whole) / sum(row["round_ms"] for row in whole)
+    for row in found:
+        own = [one for one in raw if one["size"] == row["size"]]
+        rate = 1e3 * sum(one["tokens"] for one in own) / sum(one["round_ms"] for one in own)
+        row["ratio"] = round(rate / whole_rate, 4)
+    return found
+
+
+PARTS: dict[str, Callable[[list[Row]], list[Row]]] = {
+    "weights": forward_rows,
+    "pass": roofline_rows,
+    "way": compiled_rows,
+    "size": vocabulary_rows,
+}
+"""By a column that only the rows of one measurement have: what its summary has to be."""
 
 
 # ---- what `graft bench-serve` wrote
@@ -509,7 +576,9 @@ def _lookup(source: Path) -> Lookup:
 def published() -> list[Path]:
     """What the repository publishes: measurements with a summary of their rows, and documents with marked figures."""
     folders = [file.parent for file in (ROOT / "bench").rglob("summary.json")]
-    folders += [file.parent for file in (ROOT / "bench").glob("forwards*/summary.jsonl")]
+    folders += [
+        file.parent for file in (ROOT / "bench").glob("*/summary.jsonl") if (file.parent / "raw.jsonl").is_file()
+    ]
     documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "graft_dist" / "data").rglob("README.md")]
     marked = [page for page in documents if "\n<!-- figures" in page.read_text(encoding="utf-8")]
     return [path.relative_to(ROOT) for path in sorted(folders) + sorted(marked)]

@@ -728,7 +728,7 @@ def serve(
     ] = "plain,ddtree,graft",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of each replica.")] = None,
     address: Annotated[
-        str | None, typer.Option(help="Dashboard of a running Ray cluster to serve on; default: start one here.")
+        str | None, typer.Option(help="Dashboard of the Ray to serve on; default: one that runs here, else a new one.")
     ] = None,
     api_keys_file: Annotated[Path | None, typer.Option(help="File of API keys, one a line; default: no key.")] = None,
 ) -> None:

@@ -11,6 +11,8 @@ import os
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ WAIT_FOR_ROOM_S = 900.0
 
 _ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 """Environment variables that name a cluster, the first set one before the others."""
+
+_LOOK_S = 5.0  # for a dashboard to say which version of Ray it is
 
 Room = PlacementGroupSchedulingStrategy | Literal["DEFAULT"]
 """A place on the cluster, as Ray takes it for a `scheduling_strategy`."""
@@ -201,6 +205,27 @@ def dashboard_address(address: str | None) -> str:
     if not wanted.startswith(("http://", "https://")):
         raise ConfigError(f"--address is {wanted}, allowed is the URL of a Ray dashboard such as http://127.0.0.1:8265")
     return wanted
+
+
+def running_dashboard() -> str | None:
+    """`dashboard_address` of the Ray that the environment names or that runs on this machine; None: there is none.
+
+    Raises `ConfigError` when the environment names one that does not answer.
+    """
+    address = dashboard_address(None)
+    try:
+        with urllib.request.urlopen(f"{address.rstrip('/')}/api/version", timeout=_LOOK_S) as response:
+            is_ray = "ray_version" in json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        is_ray = error.code in (401, 403)  # one that asks for a token, or a program that is nothing to us
+    except (OSError, ValueError, TypeError):
+        is_ray = False
+    if is_ray:
+        return address
+    named = next((name for name in _ADDRESSES if os.environ.get(name) == address), None)
+    if named is not None:
+        raise ConfigError(f"no Ray dashboard answers at {address}, which {named} names")
+    return None
 
 
 @contextmanager

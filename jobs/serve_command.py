@@ -1,8 +1,8 @@
 """`graft serve`: one target behind an OpenAI-compatible endpoint on this machine, until Ctrl-C.
 
-Unless it is told of a cluster (`--address`) it starts one of its own (`RayHead`), whatever else runs here; the
-application is deployed as `serve deploy` would, so that `graft promote --address` and Ray's own tools work with it.
-What it started, it stops.
+The application goes to the cluster that `--address` or the environment names, or that runs on this machine; where
+there is none, or with `--address local`, a cluster is started (`RayHead`). It is deployed as `serve deploy` would, so
+that `graft promote --address` and Ray's own tools work with it. What this command started, it stops.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from urllib.parse import urlsplit
 from graft_dist.config import TargetConfig, load_config
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.policy import shipped_policy
+from jobs.cluster import running_dashboard
 from jobs.ray_head import RayHead
 from serve import applications
 from serve.serve_args import ServeArgs
 
 START_TIMEOUT_S = 900.0
 """How long models may take to load."""
+
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 _STOP_MARGIN_S = 10.0  # beyond the time that a replica itself may take to drain
 
@@ -43,7 +46,7 @@ class ServeRequest:
     policy: str | None  # a folder, "builtin:NAME" or "none"; None: the shipped one where it fits
     methods: tuple[str, ...]
     threads: int | None
-    address: str | None  # of a cluster's dashboard; None: start a cluster here
+    address: str | None  # of a cluster's dashboard; "local": start a cluster here; None: only where there is none
     api_keys_file: Path | None
     followed_registry: str | None = None  # MLflow's address: its champion is put in force; None: the policy stays
 
@@ -56,15 +59,16 @@ def run_serve(request: ServeRequest) -> int:
     settings = load_config(request.config)  # before anything is started
     if request.api_keys_file is not None and not request.api_keys_file.is_file():
         raise ConfigError(f"there is no file of API keys {request.api_keys_file}")
-    application = _application(request, settings)
+    running = _running_cluster(request.address)
+    application = _application(request, settings, running)
     name, is_serving = settings.slug, False
     ending = _Ending()
     signals = {number: signal.signal(number, ending) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with ExitStack() as stack:
-            if request.address is None:
+            if running is None:
                 _check_port(request.host, request.port)
-            address = request.address or _start_ray(stack)
+            address = running or _start_ray(stack)
             _say(f"loading {settings.target} ...")
             applications.check_free(address, name)  # what is there is not ours to replace, nor to take down
             drain_s = ServeArgs.model_validate(application["args"]).drain_s
@@ -105,6 +109,16 @@ class _Ending:
             raise _Stop
 
 
+def _running_cluster(wanted: str | None) -> str | None:
+    """The dashboard's address of the cluster to serve on; None: one is to be started."""
+    if wanted is not None:
+        return None if wanted == "local" else wanted
+    found = running_dashboard()
+    if found is not None:
+        _say(f"serving on the Ray that runs at {found} (--address local would start another)")
+    return found
+
+
 def _check_port(host: str, port: int) -> None:
     """Refuse a port that somebody listens on: Serve shares it, and clients would get answers from either in turns."""
     try:
@@ -128,15 +142,15 @@ def _start_ray(stack: ExitStack) -> str:
     return stack.enter_context(RayHead(num_cpus=num_cpus, environment=environment)).dashboard_url
 
 
-def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any]:
-    """The application as a Serve config describes it."""
+def _application(request: ServeRequest, settings: TargetConfig, running: str | None) -> dict[str, Any]:
+    """The application as a Serve config describes it, for a cluster that runs or one that is to be started here."""
     file = Path(request.config).expanduser()
     args: dict[str, Any] = {
         "config": str(file.resolve()) if file.is_file() else request.config,
         "replicas": request.replicas,
         "methods": list(request.methods),
     }
-    if request.address is None:
+    if running is None:
         # This machine is ours: its processors are shared out among the replicas. Reserved is half of them, so that
         # there is room for another application, or for a job, beside this one.
         share = max(1, (os.cpu_count() or 1) // request.replicas)
@@ -152,9 +166,10 @@ def _application(request: ServeRequest, settings: TargetConfig) -> dict[str, Any
                 f"--follow-champion would put the registry's champion in the place of --policy {request.policy}: give "
                 "one of the two"
             )
-        if request.address is not None and request.followed_registry.startswith("sqlite:"):
+        is_elsewhere = running is not None and urlsplit(running).hostname not in _THIS_MACHINE
+        if is_elsewhere and request.followed_registry.startswith("sqlite:"):
             raise ConfigError(
-                f"--follow-champion: the cluster at {request.address} does not see {request.followed_registry}; give "
+                f"--follow-champion: the cluster at {running} does not see {request.followed_registry}; give "
                 "--tracking-uri, a server that it sees"
             )
         args["poll_champion"] = {"tracking_uri": _absolute(request.followed_registry)}

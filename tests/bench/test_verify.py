@@ -21,8 +21,10 @@ from jobs.load_report import ServiceLevel, render_markdown, summarise, to_lines,
 from jobs.load_schedule import Load
 
 ROOT = Path(__file__).resolve().parents[2]
-FORWARDS = sorted(file.parent for file in (ROOT / "bench").glob("forwards*/summary.jsonl"))
-PUBLISHED = [*sorted(file.parent for file in (ROOT / "bench").rglob("summary.json")), *FORWARDS]
+PARTS = sorted(
+    file.parent for file in (ROOT / "bench").glob("*/summary.jsonl") if file.with_name("raw.jsonl").is_file()
+)
+PUBLISHED = [*sorted(file.parent for file in (ROOT / "bench").rglob("summary.json")), *PARTS]
 CARDS = sorted((ROOT / "graft_dist" / "data").rglob("README.md"))
 DOCUMENTS = [ROOT / "README.md", *CARDS]
 NAMES = ["README", *(card.parent.parent.name for card in CARDS)]
@@ -211,7 +213,46 @@ def test_medians_of_forward_passes_pass_and_each_false_one_is_named(tmp_path: Pa
         assert found([true[0], {key: true[1][key] for key in true[1] if key != column}])
     assert "one row for each kind" in found(true[:1])[0]
     (tmp_path / "raw.jsonl").write_text('{"model": "m", "ms": 1.0}\n')
-    assert "which are the only ones known here" in found(true)[0]
+    assert "are the only ones known here" in found(true)[0]
+
+
+ROOFLINE = [
+    {"read_gb_s": [20.0, 30.0, 28.0], "gflop_s": [400.0, 380.0, 390.0]},
+    {"pass": "verify 0", "weight_bytes": 3e8, "flops": 3e8, "products_ms": [18.0, 17.0], "pass_ms": [36.0, 35.0]},
+    {"pass": "draft", "weight_bytes": 3e7, "flops": 2e8, "products_ms": [2.0, 1.5], "pass_ms": [6.0, 5.0]},
+]
+COMPILED = [
+    {"way": way, "rows": rows, "first_s": 0.1 * rows, "max_difference": 0.5, "ms": [30.0 + rows, 31.0, 90.0]}
+    for rows in (1, 9)
+    for way in ("ours", "transformers", "compiled", "frozen")
+]
+VOCABULARY = [
+    {"prompt_id": prompt, "size": size, "rounds": 7, "tokens": 20, "draft_ms": 40.0, "round_ms": 300.0 - size / 100}
+    for prompt in ("a", "b")
+    for size in (0, 8192)
+]
+
+
+@pytest.mark.parametrize(
+    ("script", "rows"), [("roofline", ROOFLINE), ("compiled", COMPILED), ("draft_vocabulary", VOCABULARY)]
+)
+def test_the_summary_of_a_part_passes_and_each_false_figure_is_named(
+    script: str, rows: list[dict], tmp_path: Path
+) -> None:
+    check = runpy.run_path(str(ROOT / "bench" / "verify.py"))["differences"]
+    summarise_part = runpy.run_path(str(ROOT / "bench" / f"{script}.py"))["summary"]
+    true = summarise_part(rows[0], rows[1:]) if script == "roofline" else summarise_part(rows)
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def found(cells: list[dict]) -> list[str]:
+        (tmp_path / "summary.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+        return check(tmp_path)
+
+    assert found(true) == []
+    kind, *columns = true[0]
+    for column in columns:
+        assert found([*true[:-1], {**true[-1], column: 0.25}])[0].startswith(f"{true[-1][kind]}: {column} is 0.25")
+    assert f"one row for each kind of {kind}" in found(true[:-1])[0]
 
 
 def test_a_load_tests_numbers_pass_and_each_false_one_is_named(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import ray
 from ray.dashboard.utils import get_address_for_submission_client
 
+from graft_dist.errors import ConfigError
 from jobs import cluster, ray_jobs
+from jobs.ray_head import free_ports
 
 
 @pytest.mark.parametrize("was_connected", [False, True])
@@ -35,6 +39,54 @@ def test_jobs_go_to_the_address_that_was_given(monkeypatch: pytest.MonkeyPatch) 
     assert ray_jobs.job_client("http://here:8265") == "http://here:8265"
     assert {name: os.environ[name] for name in elsewhere} == elsewhere
     assert cluster.dashboard_address(None) == "http://elsewhere:1"
+
+
+class Dashboard(BaseHTTPRequestHandler):
+    """Says what a Ray dashboard, or some other program on its port, says of its version."""
+
+    status, body = 200, b""
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path == "/api/version" else 404)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "is_ray"),
+    [
+        (200, b'{"ray_version": "2.60.0"}', True),
+        (401, b"a token, please", True),
+        (200, b'{"version": "1"}', False),
+        (200, b"<html>", False),
+        (200, b"7", False),
+        (404, b"", False),
+    ],
+)
+def test_the_ray_that_runs_is_told_from_other_programs(
+    status: int, body: bytes, is_ray: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = type("Answering", (Dashboard,), {"status": status, "body": body})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(cluster, "dashboard_address", lambda given: address)
+        assert cluster.running_dashboard() == (address if is_ray else None)
+        monkeypatch.setenv("RAY_API_SERVER_ADDRESS", address)  # somebody says that it is one
+        if is_ray:
+            assert cluster.running_dashboard() == address
+        else:
+            with pytest.raises(ConfigError, match=f"no Ray dashboard answers at {address}, which RAY_API_SERVER_ADDR"):
+                cluster.running_dashboard()
+        server.shutdown()
+
+
+def test_where_nobody_listens_there_is_no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "dashboard_address", lambda given: f"http://127.0.0.1:{free_ports(1)[0]}")
+    assert cluster.running_dashboard() is None
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def test_a_port_that_somebody_listens_on_is_refused_before_anything_starts(
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert cli.run(["serve", "--config", "smollm2-135m", "--port", str(port)]) == 2
+        assert cli.run(["serve", "--config", "smollm2-135m", "--port", str(port), "--address", "local"]) == 2
     assert f"port {port} of 127.0.0.1 cannot be listened on (Address already in use" in capsys.readouterr().err
 
 
@@ -126,16 +125,16 @@ def test_a_dashboard_that_does_not_say_where_it_listens_ends_nothing(
 
 def application(policy: str | None = None, followed_registry: str | None = None) -> dict[str, Any]:
     request = ServeRequest("smollm2-135m", "127.0.0.1", 8000, 1, policy, (), None, None, None, followed_registry)
-    return _application(request, load_config("smollm2-135m"))
+    return _application(request, load_config("smollm2-135m"), None)
 
 
 def test_replicas_share_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.serve_command.os.cpu_count", lambda: 8)
     request = ServeRequest("smollm2-135m", "127.0.0.1", 8000, 3, None, (), None, None, None)
-    args = ServeArgs.model_validate(_application(request, load_config("smollm2-135m"))["args"])
+    args = ServeArgs.model_validate(_application(request, load_config("smollm2-135m"), None)["args"])
     assert args.replicas == 3 and args.threads == 2 and args.num_cpus == pytest.approx(4 / 3)  # half stays free
-    far = replace(request, address="http://head:8265")  # there the configuration says what a replica needs
-    args = ServeArgs.model_validate(_application(far, load_config("smollm2-135m"))["args"])
+    # On a cluster of somebody else the configuration says what a replica needs.
+    args = ServeArgs.model_validate(_application(request, load_config("smollm2-135m"), "http://head:8265")["args"])
     assert args.replicas == 3 and args.threads is None and args.num_cpus is None
 
 
@@ -155,11 +154,40 @@ def test_replicas_follow_the_champion_where_they_are_told_to(tmp_path: Path, mon
         assert deployment["user_config"] == {"policy": pin}
     with pytest.raises(ConfigError, match=r"in the place of --policy mine: give one of the two"):
         application("mine", "http://mlflow:5000")
-    far = ServeRequest(
-        "smollm2-135m", "127.0.0.1", 8000, 1, None, (), None, "http://head:8265", None, "sqlite:////m.db"
-    )
+    request = ServeRequest("smollm2-135m", "127.0.0.1", 8000, 1, None, (), None, None, None, "sqlite:////m.db")
     with pytest.raises(ConfigError, match=r"the cluster at http://head:8265 does not see sqlite:////m\.db"):
-        _application(far, load_config("smollm2-135m"))
+        _application(request, load_config("smollm2-135m"), "http://head:8265")
+    args = _application(request, load_config("smollm2-135m"), "http://127.0.0.1:8265")["args"]
+    assert args["poll_champion"] == {"tracking_uri": "sqlite:////m.db"}
+
+
+def test_it_serves_on_the_ray_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without `--address`; `local` starts another, and where there is none, one is started."""
+    served: list[str] = []
+    monkeypatch.setattr("jobs.serve_command._start_ray", lambda stack: "http://started:1")
+    monkeypatch.setattr("jobs.serve_command._check_port", lambda host, port: None)
+    monkeypatch.setattr("jobs.serve_command.time.sleep", lambda seconds: signal.raise_signal(signal.SIGINT))
+    cluster = Cluster(None)
+
+    def answer(address: str, method: str, content: Any = None) -> dict[str, Any]:
+        served.append(address)
+        return cluster.answer(address, method, content)
+
+    monkeypatch.setattr(applications, "_request", answer)
+    for running, given, expected in (
+        ("http://127.0.0.1:8265", None, "http://127.0.0.1:8265"),
+        ("http://127.0.0.1:8265", "local", "http://started:1"),
+        ("http://127.0.0.1:8265", "http://head:8265", "http://head:8265"),
+        (None, None, "http://started:1"),
+    ):
+        served.clear()
+        monkeypatch.setattr("jobs.serve_command.running_dashboard", lambda running=running: running)
+        assert run_serve(ServeRequest("smollm2-135m", "127.0.0.1", 8000, 1, None, (), None, given, None)) == 0
+        assert set(served) == {expected}
+        is_joined = running is not None and given is None
+        assert ("serving on the Ray that runs at http://127.0.0.1:8265" in capsys.readouterr().err) is is_joined
 
 
 def test_the_registry_to_follow_is_the_commands_or_the_environments(

@@ -52,6 +52,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = config.with_name("serve.log")
         command = [sys.executable, "-m", "jobs.cli", "serve", "--config", str(config), "--port", str(self.port)]
+        command += ["--address", "local"]
         # Ray gives its workers the lowest priority; on a busy machine loading would take minutes.
         environment = os.environ | {"RAY_worker_niceness": "0"}
         with self.log.open("wb") as log:
@@ -276,7 +277,9 @@ def test_a_policy_goes_live_without_a_restart_and_a_wrong_one_is_refused(
     assert server.health()["policy"]["label"] == "ddtree"
 
 
-def test_a_second_application_beside_the_first_and_a_drain(server: Server) -> None:
+def test_a_second_application_beside_the_first_and_a_drain(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     args = {"config": str(server.config), "model": "second", "num_cpus": 0.2, "max_queue": 2, "methods": ["plain"]}
     second = {"name": "second", "route_prefix": "/second", "import_path": applications.IMPORT_PATH, "args": args}
     applications.deploy(server.dashboard, second)
@@ -284,6 +287,9 @@ def test_a_second_application_beside_the_first_and_a_drain(server: Server) -> No
     with pytest.raises(ConfigError, match="an application 'folder--model' is on the cluster"):
         applications.check_free(server.dashboard, "folder--model")
     assert cli.run(["serve", "--config", str(server.config), "--address", server.dashboard]) == 2  # and leaves it there
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", server.dashboard)
+    assert cli.run(["serve", "--config", str(server.config)]) == 2  # finds the cluster by itself
+    assert f"serving on the Ray that runs at {server.dashboard}" in capsys.readouterr().err
     assert {one.name for one in applications.list_applications(server.dashboard)} == {"folder--model", "second"}
     client = server.client("/second")
     ask = server.ask(model="second")
