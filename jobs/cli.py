@@ -84,6 +84,13 @@ class Split(StrEnum):
     test = "test"
 
 
+class RoundKind(StrEnum):
+    """Of the rounds in a store."""
+
+    decoded = "decoded"
+    dense = "dense"
+
+
 class ReplayFormat(StrEnum):
     """How `graft replay` prints."""
 
@@ -499,6 +506,7 @@ def replay(
     split: Annotated[
         Split | None, typer.Option(help="Of --prompts, only those of this part of policy learning: fit, tune or test.")
     ] = None,
+    kind: Annotated[RoundKind | None, typer.Option(help="Only decoded rounds, or only dense ones.")] = None,
     cost: Annotated[
         Path | None, typer.Option(help="JSON object from budgets to milliseconds; default: the recorded timings.")
     ] = None,
@@ -522,6 +530,7 @@ def replay(
         prompts=None if prompts is None else _read_prompts(prompts, None),
         is_held_out_only=held_out,
         split=None if split is None else split.value,
+        kind=None if kind is None else kind.value,
         cost=cost,
     )
     raise typer.Exit(run_replay(request, format.value))

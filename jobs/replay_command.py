@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class ReplayRequest:
     prompts: list[Prompt | BadPrompt] | None
     is_held_out_only: bool
     split: LearningSplit | None
+    kind: str | None  # decoded or dense; None: both
     cost: Path | None
 
     def max_budget(self, cost: CostCurve | None) -> int:
@@ -67,14 +68,14 @@ class ReplayRequest:
 
 def run_replay(request: ReplayRequest, format: str) -> int:
     """Replay and print; returns the exit code."""
-    selection = Selection(request.target, request.task, _prompt_ids(request))
+    selection = Selection(request.target, request.task, _prompt_ids(request), request.kind)
     store = TrajectoryStore(request.store)
     if not store.exists:
         raise StoreError(f"there is no trajectory store at {store.root}: a collect job creates one when it starts.")
     with closing(connect(request.store, threads=1)) as connection:  # in one order: what a policy remembers hangs on it
         drafters = check_one_source(connection, selection)
         _warn_of_several_drafters(drafters)
-        cost = _cost_curve(request, connection, selection)
+        cost = _cost_curve(request, connection, replace(selection, kind=None))  # dense rounds have no timings
         skipped = count_skipped(connection, selection)
         scorer = _scorer(request, drafters)
         rounds = recorded_rounds(connection, selection, with_hidden=scorer.needs_hidden)

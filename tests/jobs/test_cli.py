@@ -51,7 +51,7 @@ SURFACE = {
     "--leave-share --policies --swap-every --sample-every --tolerate-ties --dashboard --app --tracking-uri",
     "drift": "--config --store --since --source --tracking-uri --format",
     "query": "--store --format --memory",
-    "replay": "--store --method --policy --config --budgets --target --task --prompts --split --held-out --cost "
+    "replay": "--store --method --policy --config --budgets --target --task --prompts --split --kind --held-out --cost "
     "--format",
     "rollback": "--config --tracking-uri --address",
     "serve": "--config --host --port --replicas --policy --follow-champion --tracking-uri --methods --threads "

@@ -103,6 +103,15 @@ def test_a_cost_file_and_a_task(store: Path, tmp_path: Path, capsys: pytest.Capt
     assert found["cost"]["source"] == f"the file {tmp_path}/cost.json"
 
 
+def test_one_kind_of_rounds_alone_has_the_same_rows_and_costs(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of dense rounds, which have no timings of their own."""
+    both = report(store, capsys)
+    for kind in ("decoded", "dense"):
+        alone = report(store, capsys, "--kind", kind)
+        assert alone["rows"] and alone["rows"] == [row for row in both["rows"] if row["kind"] == kind]
+        assert alone["cost"] == both["cost"]
+
+
 def test_restricted_to_prompts(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = [f"text {index}" for index in range(40)]
     inside = next(text for text in texts if is_held_out([text]))
