@@ -14,10 +14,10 @@ import random
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -48,6 +48,8 @@ from storage import Provenance
 
 _RETRY_S = 30.0  # after which a policy is asked for again that could not be had
 _LOADING_S = 20.0  # that a policy may take to be there: Serve sends a replica nothing while its policy is changed
+
+Loaded = TypeVar("Loaded")
 
 logger = logging.getLogger("ray.serve")
 
@@ -341,9 +343,9 @@ class Service:
             # A fixed budget may be far slower than no draft; without costs nobody would notice.
             decoding = plain() if self._unmeasured is not None else measured_policy(self._probe, self.config)
             return self._source.unsaved(decoding)
-        policy = await asyncio.to_thread(self._source.read, pin)
+        policy = await _beside_rounds(lambda: self._source.read(pin))
         cost = self._probe.cost if self._source.needs_cost(policy) else None
-        return await asyncio.to_thread(self._source.saved, pin, policy, cost)
+        return await _beside_rounds(lambda: self._source.saved(pin, policy, cost))
 
     async def _refuse(self, refusal: Refusal) -> None:
         if not self._has_policy:
@@ -442,6 +444,21 @@ class Service:
         if self._recorder is not None:
             self._recorder.close()
         self._tokenizing.shutdown(wait=False)
+
+
+async def _beside_rounds(work: Callable[[], Loaded]) -> Loaded:
+    """Do something with tensors on a thread of its own, one operation after the other.
+
+    A thread that computes in parallel has OpenMP threads of its own from then on. As soon as there are more of them
+    than processors, OpenMP puts all of them to sleep between operations, those of the decode thread too, and rounds
+    take twice as long: docs/performance.md.
+    """
+
+    def alone() -> Loaded:
+        torch.set_num_threads(1)
+        return work()
+
+    return await asyncio.to_thread(alone)
 
 
 def new_seed() -> int:

@@ -24,6 +24,7 @@ from graft_dist.target import Target
 from serve import service as service_module
 from serve.cost_refiner import CostRefiner
 from serve.observer import StepReport
+from serve.policy_source import PolicySource
 from serve.replica import Decoder
 from serve.serve_args import PolicyPin, UserConfig
 from storage.registry import Registry
@@ -73,6 +74,31 @@ def test_rounds_have_the_threads_that_the_application_gives_them(serve_reciter: 
         finally:
             started.close()
     torch.set_num_threads(1)
+
+
+def test_a_policy_is_made_without_threads_that_rounds_would_have_to_share_processors_with(
+    serve_reciter: Callable[..., Running], reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More OpenMP threads than processors sleep between operations: rounds took twice as long."""
+    found = []
+
+    def noting(work: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            found.append(torch.get_num_threads())
+            return work(*arguments)
+
+        return wrapped
+
+    monkeypatch.setattr(PolicySource, "read", noting(PolicySource.read))
+    monkeypatch.setattr(PolicySource, "saved", noting(PolicySource.saved))
+    started = serve_reciter(threads=2)
+    try:
+        reconfigure(started, saved(reciting_target, tmp_path / "policy"))
+        assert found == [1, 1]
+        assert asyncio.run(started.service.decode.call(torch.get_num_threads)) == 2
+    finally:
+        started.close()
+        torch.set_num_threads(1)
 
 
 def test_a_saved_policy_decodes_and_a_wrong_one_is_refused(
