@@ -116,7 +116,7 @@ def test_every_command_finds_the_policy_that_ships(
     config = tiny_config.model_copy(update={"drafter": f"builtin:{slug}"})
 
     def pinned(given: str | None, settings: TargetConfig) -> Any:
-        application = _application(ServeRequest(**{**request, "policy": given}), settings)
+        application = _application(ServeRequest(**{**request, "policy": given}), settings, None)
         return application["deployments"][0]["user_config"]["policy"]
 
     assert pinned(None, config) is None

@@ -453,7 +453,9 @@ def test_a_loop_that_does_not_come_round_is_stuck(make: Callable[..., Bench]) ->
                     bench.thread.check()
 
     async def run() -> None:
+        assert await read(bench.submit()) == RECITAL  # the first round compiles, which takes as long as it takes
         hanging = asyncio.create_task(bench.thread.call(lambda: release.wait(30)))
+        await asyncio.sleep(0)
         stream = bench.submit()
         await until_stuck()
         release.set()  # it was only slow: found so once, nobody has lost anything
@@ -468,12 +470,17 @@ def test_the_requests_of_a_stuck_loop_end(make: Callable[..., Bench], monkeypatc
     """Or Serve, which lets a replica finish its requests before it ends it, would wait as long as one may run."""
     monkeypatch.setattr("serve.decode_thread._SURE_S", 0.1)
     bench = make(stuck_after_s=1.0)
-    release = threading.Event()
+    are_asked, release = threading.Event(), threading.Event()
 
     async def run() -> None:
-        hanging = asyncio.create_task(bench.thread.call(lambda: release.wait(300)))
+        first = asyncio.create_task(bench.thread.call(lambda: are_asked.wait(300)))
+        await asyncio.sleep(0)
         left, *streams = [bench.submit() for _ in range(5)]
         left.cancel()  # its client has gone
+        hanging = asyncio.create_task(bench.thread.call(lambda: release.wait(300)))
+        await asyncio.sleep(0)
+        are_asked.set()  # so that the loop hangs with the requests taken, before their first round
+        assert await first
         readers = [asyncio.create_task(stream.next()) for stream in streams]
         async with asyncio.timeout(20):
             while not all(reader.done() for reader in readers):
