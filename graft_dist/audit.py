@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from graft_dist.generate import Answer
-from graft_dist.reference import Reference
+from graft_dist.reference import Decision, Reference
 
 FLOAT32_TIE = 1e-4
 BFLOAT16_SPREADS = 0.2
@@ -155,6 +155,29 @@ def compare(
             return differences
 
 
+def review(reference: Reference, answer: Answer, limit: int, rule: TieRule) -> list[Difference]:
+    """The differences that `compare` would find, by one pass over the answer, where there are many to judge.
+
+    Each token is held against what the reference says after the tokens before it. Its logits are those of a pass over
+    all tokens, not of `generate`'s over one; how far the two may be apart is what a tie allows.
+    """
+    output_ids = answer.token_ids
+    differences: list[Difference] = []
+    for position, decision in enumerate(reference.decisions(answer.request.token_ids, output_ids)):
+        is_over = position == limit or (position > 0 and output_ids[position - 1] in reference.stop_token_ids)
+        if is_over or position == len(output_ids):
+            expected = None if is_over else decision.token
+            found = output_ids[position] if position < len(output_ids) else None
+            if (expected, found) != (None, None):
+                differences.append(_length_bug(answer, position, expected, found))
+            break
+        if output_ids[position] != decision.token:
+            differences.append(_weigh(reference, answer, position, decision, rule))
+            if differences[-1].kind is Kind.BUG:
+                break
+    return differences
+
+
 def _judge(
     reference: Reference, answer: Answer, start: int, follows: Sequence[int], index: int, rule: TieRule
 ) -> Difference:
@@ -165,10 +188,16 @@ def _judge(
     if expected is None or found is None:
         return _length_bug(answer, position, expected, found)
     decision = reference.decide(answer.request.token_ids, output_ids[:start], index + 1)
+    return _weigh(reference, answer, position, decision, rule)
+
+
+def _weigh(reference: Reference, answer: Answer, position: int, decision: Decision, rule: TieRule) -> Difference:
+    """The difference at a position where the reference decided for another token than the answer has."""
+    found = answer.token_ids[position]
     margin = decision.margin(found)
     allowed = rule.allowed(decision.spread, reference.params.temperature, decision.number)
     kind = rule.judge(margin, allowed)
-    return Difference(answer.request.prompt_id, position, expected, found, margin, allowed, kind)
+    return Difference(answer.request.prompt_id, position, decision.token, found, margin, allowed, kind)
 
 
 def _length_bug(answer: Answer, position: int, expected: int | None, found: int | None) -> Difference:

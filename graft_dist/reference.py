@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,14 @@ class Decision:
     scores: NDArray[np.float64]
     spread: float
     number: float | None
+
+    @property
+    def token(self) -> int:
+        """What the reference says: its best token, or the one in whose interval of the CDF the random number lies."""
+        if self.number is None:
+            return int(self.scores.argmax())
+        token = int(np.searchsorted(np.cumsum(self.scores), self.number, side="right"))
+        return min(token, len(self.scores) - 1)
 
     def margin(self, token: int) -> float:
         """How far the decision was from `token`: in logits (greedy), or in probability mass (sampled)."""
@@ -100,6 +108,22 @@ class Reference:
         self._run(prompt_ids, output_ids, num_steps, chooser)
         assert chooser.decision is not None
         return chooser.decision
+
+    @torch.inference_mode()
+    def decisions(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Iterator[Decision]:
+        """The decision at each position of `output_ids`, and the one after them: given the tokens before it.
+
+        One pass of the model for all of them, so a judge of a whole answer need not decode it again.
+        """
+        ids = torch.tensor([[*prompt_ids, *output_ids]], device=self.model.device)
+        logits = self.model(ids, use_cache=False, logits_to_keep=len(output_ids) + 1).logits[0]
+        chooser = _Chooser(self.params, len(prompt_ids))
+        processors = LogitsProcessorList([chooser.spread, *_processors(self.params, len(prompt_ids)), chooser])
+        for position in range(len(output_ids) + 1):
+            # In float32, as transformers' loop hands them to its processors.
+            processors(ids[:, : len(prompt_ids) + position], logits[position, None].float())
+            assert chooser.decision is not None
+            yield chooser.decision
 
     def answer(self, request: Request, limit: int, assistance: Assistance = _UNASSISTED) -> Answer:
         """Answer with at most `limit` tokens, nothing added to transformers' loop but a clock at each round.
@@ -243,7 +267,6 @@ class _Chooser(LogitsProcessor):
         number = uniform(self.params.seed, input_ids.shape[1] - self.prompt_length)
         probabilities = torch.softmax(scores[0].double(), dim=-1).cpu().numpy()
         self.decision = Decision(probabilities, self.spread.value, number)
-        token = int(np.searchsorted(np.cumsum(probabilities), number, side="right"))
         chosen = torch.full_like(scores, -math.inf)
-        chosen[0, min(token, len(probabilities) - 1)] = 0.0
+        chosen[0, self.decision.token] = 0.0
         return chosen

@@ -2,7 +2,7 @@
 judgement of answers that differ.
 
 Decodes with the configuration that the server has; the number format has to be the server's too. An answer with other
-tokens is compared with transformers' own `generate`, as `graft audit` does it, by the margin at each difference; its
+tokens is reviewed by transformers' unmodified model, loaded apart, with the audit's rule for ties at each position; its
 text and its end have to follow from its tokens. Knows no HTTP.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from graft_dist.audit import TieRule, compare
+from graft_dist.audit import TieRule, review
 from graft_dist.config import TargetConfig
 from graft_dist.counter_random import choice_seed
 from graft_dist.decoder import load_decoder, new_engine
@@ -43,7 +43,6 @@ class OfflineAnswers:
         if self._target.tokenizer is None:
             raise GraftError(f"{config.target} has no tokenizer, so there is no text to compare")
         self.name = f"plain decoding in {self._target.dtype_name}, offline"
-        self._expected: dict[tuple[str, int], list[int]] = {}  # transformers' own answers, by question and choice
 
     def check(self, system_fingerprint: str) -> None:
         """Raise `GraftError` if the server decodes another target."""
@@ -88,7 +87,7 @@ class OfflineAnswers:
         return found
 
     def judge(self, question: Question, told: Told) -> Judgement:
-        """Compare every choice with transformers' own answer, and its text and end with its tokens."""
+        """Review every choice by transformers' own model, and its text and end by its tokens."""
         choices = self._choices(question)
         if not len(choices) == len(told.texts) == len(told.token_ids):
             numbers = f"{len(told.texts)} texts and {len(told.token_ids)} lists of tokens"
@@ -117,10 +116,7 @@ class OfflineAnswers:
             request = Request(question.name, "", each.prompt_token_ids)
             answer = Answer(request, ids, text, "stop" if is_at_end else "length", None, [], 0, 0.0, 0.0)
             reference = Reference(self._model, each.params, self._target.eos_token_ids)
-            key = (question.name, choice)
-            if key not in self._expected:
-                self._expected[key] = reference.generate(each.prompt_token_ids, [], each.params.max_new_tokens)
-            differences += compare(reference, answer, limit, TieRule(self._target.dtype), self._expected[key][:limit])
+            differences += review(reference, answer, limit, TieRule(self._target.dtype))
         return Judgement(tuple(differences), tuple(faults))
 
     @cached_property

@@ -1,5 +1,5 @@
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +8,7 @@ import scipy.stats
 import torch
 from transformers import AutoModelForCausalLM
 
-from graft_dist.audit import Kind, TieRule, audit_answers, chi_square, compare, first_difference
+from graft_dist.audit import Kind, TieRule, audit_answers, chi_square, compare, first_difference, review
 from graft_dist.config import TargetConfig
 from graft_dist.engine import Engine
 from graft_dist.generate import Answer, Request, answer_all, failed_answer
@@ -25,6 +25,8 @@ WARPED = SamplingParams(
     frequency_penalty=0.2, seed=11, max_new_tokens=16,
 )  # fmt: skip
 GREEDY = SamplingParams(max_new_tokens=16)
+# Both ways to judge one answer: by decoding beside it, and by one pass over it.
+both_judges = pytest.mark.parametrize("judge", [compare, review])
 
 
 @pytest.fixture(scope="module")
@@ -67,22 +69,39 @@ def test_sampled_reference_differs_from_greedy_and_from_another_seed(reference_m
     assert all(first != second for first, second in itertools.combinations(texts, 2))
 
 
+@both_judges
 @pytest.mark.parametrize("params", [GREEDY, WARPED], ids=["greedy", "sampled"])
-def test_a_wrong_token_is_a_bug(reference_model, params: SamplingParams) -> None:
+def test_a_wrong_token_is_a_bug(reference_model, params: SamplingParams, judge) -> None:
     reference = reference_for(reference_model, params)
     right = reference.generate(PROMPTS[0].token_ids, [], 16)
     wrong = [*right[:5], (right[5] + 1) % 320, *right[6:]]
-    found = compare(reference, answer_with(wrong), 16, FLOAT32)
+    found = judge(reference, answer_with(wrong), 16, FLOAT32)
     assert [(difference.position, difference.kind) for difference in found] == [(5, Kind.BUG)]
     assert (found[0].reference_token, found[0].method_token) == (right[5], wrong[5])
     assert found[0].margin > found[0].allowed
 
 
+@pytest.mark.parametrize("params", [GREEDY, replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.5), WARPED])
+def test_one_pass_decides_as_decoding_does(reference_model, params: SamplingParams) -> None:
+    reference = reference_for(reference_model, params)
+    prompt_ids = PROMPTS[0].token_ids
+    right = reference.generate(prompt_ids, [], 16)
+    decisions = list(reference.decisions(prompt_ids, right))
+    assert [decision.token for decision in decisions[:16]] == right
+    for position in (0, 7, 15):
+        decoded = reference.decide(prompt_ids, right[:position], 1)
+        np.testing.assert_allclose(decisions[position].scores, decoded.scores, atol=1e-4)
+        assert decisions[position].number == decoded.number
+        assert decisions[position].spread == pytest.approx(decoded.spread, abs=1e-4)
+    assert review(reference, answer_with(right), 16, FLOAT32) == []
+
+
+@both_judges
 @pytest.mark.parametrize("change", [lambda tokens: tokens[:-3], lambda tokens: [*tokens, 7]], ids=["short", "long"])
-def test_an_answer_of_another_length_is_a_bug(reference_model, change) -> None:
+def test_an_answer_of_another_length_is_a_bug(reference_model, change, judge) -> None:
     reference = reference_for(reference_model, GREEDY)
     right = reference.generate(PROMPTS[0].token_ids, [], 16)
-    found = compare(reference, answer_with(change(right)), 16, FLOAT32)
+    found = judge(reference, answer_with(change(right)), 16, FLOAT32)
     assert [difference.kind for difference in found] == [Kind.BUG]
     assert found[0].margin == float("inf")
 
@@ -99,12 +118,15 @@ def test_prompts_without_an_answer_and_undrafted_methods_fail_the_audit(referenc
     assert audit_answers("x", [answer_with(right)], reference, limits, FLOAT32, {}, drafts=False).passed
 
 
-def test_answers_cut_by_the_context_limit_are_compared_up_to_the_cut(tiny_llama: Target, reference_model) -> None:
+@both_judges
+def test_answers_cut_by_the_context_limit_are_compared_up_to_the_cut(
+    tiny_llama: Target, reference_model, judge
+) -> None:
     room = 5
     engine = Engine(tiny_llama, None, plain(), max_slots=1, max_length=len(PROMPTS[0].token_ids) + room)
     answer = next(answer_all(engine, PROMPTS[:1], GREEDY))
     assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
-    assert compare(reference_for(reference_model, GREEDY), answer, room, FLOAT32) == []
+    assert judge(reference_for(reference_model, GREEDY), answer, room, FLOAT32) == []
 
 
 def test_a_models_own_generation_config_does_not_reach_the_reference(tiny_folder) -> None:
@@ -150,20 +172,27 @@ class ScriptedReference:
         scores[self.tokens[position]] = 20.0
         return Decision(scores, spread=3.0, number=None)
 
+    def decisions(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Iterator[Decision]:
+        for position in range(len(output_ids) + 1):
+            # Past the script nothing is decided: the judge has to see that the answer is over.
+            yield self.decide(prompt_ids, output_ids[: min(position, len(self.tokens) - 1)], 1)
 
-def test_after_a_tie_the_rest_of_the_answer_is_audited_too() -> None:
+
+@both_judges
+def test_after_a_tie_the_rest_of_the_answer_is_audited_too(judge) -> None:
     reference = ScriptedReference([1, 2, 3, 4, 5, 6], margins={1: 0.5, 4: 0.7})
-    near_tie_then_bug = compare(reference, answer_with([1, 9, 3, 4, 9, 6]), 6, TieRule(torch.bfloat16))
+    near_tie_then_bug = judge(reference, answer_with([1, 9, 3, 4, 9, 6]), 6, TieRule(torch.bfloat16))
     assert [(found.position, found.kind) for found in near_tie_then_bug] == [(1, Kind.NEAR_TIE), (4, Kind.BUG)]
-    two_ties = compare(reference, answer_with([1, 9, 3, 4, 9, 6]), 6, TieRule(torch.bfloat16, near_tie=0.3))
+    two_ties = judge(reference, answer_with([1, 9, 3, 4, 9, 6]), 6, TieRule(torch.bfloat16, near_tie=0.3))
     assert [found.kind for found in two_ties] == [Kind.NEAR_TIE, Kind.NEAR_TIE]
 
 
-def test_a_tie_with_a_stop_token_has_to_end_the_answer() -> None:
+@both_judges
+def test_a_tie_with_a_stop_token_has_to_end_the_answer(judge) -> None:
     reference = ScriptedReference([1, 2, 3, 4], margins={1: 0.1}, stop=(9,))
     rule = TieRule(torch.bfloat16)
-    assert [found.kind for found in compare(reference, answer_with([1, 9]), 4, rule)] == [Kind.NEAR_TIE]
-    went_on = compare(reference, answer_with([1, 9, 3]), 4, rule)
+    assert [found.kind for found in judge(reference, answer_with([1, 9]), 4, rule)] == [Kind.NEAR_TIE]
+    went_on = judge(reference, answer_with([1, 9, 3]), 4, rule)
     assert [found.kind for found in went_on] == [Kind.NEAR_TIE, Kind.BUG]
 
 

@@ -17,7 +17,6 @@ from graft_dist.config import TargetConfig
 from graft_dist.errors import GraftError
 from graft_dist.policy import ddtree
 from graft_dist.prompts import Prompt
-from graft_dist.reference import Reference
 from graft_dist.target import Target
 from jobs import cli
 from jobs.offline_answers import OfflineAnswers
@@ -98,9 +97,7 @@ def test_a_short_soak_of_a_real_service(recorded: Recorded, reciting_config: Tar
     assert recorded.running.service.health()["sequences"] == 0
 
 
-def test_the_audit_finds_what_is_wrong_with_an_answer(
-    reciting_config: TargetConfig, reciting_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_audit_finds_what_is_wrong_with_an_answer(reciting_config: TargetConfig, reciting_target: Target) -> None:
     auditor = OfflineAnswers(reciting_config)
     auditor.check(f"graft-{reciting_target.fingerprint[:8]}-v7+refused")
     with pytest.raises(GraftError, match="another target than --config"):
@@ -126,8 +123,6 @@ def test_the_audit_finds_what_is_wrong_with_an_answer(
     assert auditor.judge(asked[1], leaking).faults == ("the text of choice 0 is not that of its tokens",)
     swapped = replace(right["several"], token_ids=right["several"].token_ids[::-1])
     assert not auditor.judge(asked[2], swapped).is_tie
-    monkeypatch.delattr(Reference, "generate")  # what transformers says to a question is known by now
-    assert [auditor.judge(question, right[question.name]) for question in asked] == [Judgement()] * 3
 
 
 def test_the_traffic_is_in_the_store(recorded: Recorded) -> None:
