@@ -50,6 +50,7 @@ _SHOWN_PROBLEMS = 30  # all are in soak.json
 _BLIND_LOOKS = 3  # looks at the replicas in a row that fail: a busy dashboard may miss one
 _SWAP_AGAIN_S = 1.0  # after which a swap that could not be asked for is asked for once more
 _JUDGED_FROM_S = 60.0  # a run of so long that could not look at its replicas often enough has shown nothing
+_TOLD_EVERY_S = 60.0  # how far the run is
 _STOPS = ((), (), ("\n\n",), (". ",), (",", ";"))
 
 
@@ -309,6 +310,7 @@ class _Soak:
         is_over = asyncio.Event()
         watch = asyncio.create_task(_every(self.plan.sample_every_s, self._sample, is_over))
         swap = asyncio.create_task(_every(self.plan.swap_every_s, self._swap, is_over))
+        tell = asyncio.create_task(_every(_TOLD_EVERY_S, self._tell, is_over))
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self.plan.concurrency):
@@ -316,12 +318,18 @@ class _Soak:
             is_over.set()  # a swap that is under way is waited for, and judged
         finally:
             self.seconds = self._now()
+            tell.cancel()
             if not is_over.is_set():
                 watch.cancel()
                 swap.cancel()
             ends = await asyncio.gather(watch, swap, return_exceptions=True)
             self.problems += [f"the soak itself failed: {end!r}" for end in ends if isinstance(end, Exception)]
         await self._check_idle()
+
+    async def _tell(self) -> None:
+        """Say how far the run is."""
+        found = f"{len(self.rows)} requests, {len(self.swaps)} swaps, {len(self.problems)} problems"
+        print(f"soak: {self._now() / 60:.0f} of {self.plan.minutes:g} min, {found}", file=sys.stderr, flush=True)
 
     async def _check_idle(self) -> None:
         """After the last answer, and the clients that left, no sequence may hold or wait for a slot."""

@@ -111,6 +111,7 @@ def test_a_server_that_keeps_its_word_passes(tmp_path: Path, capsys: pytest.Capt
     assert replica.counts["/v1/completions"] and replica.counts["/v1/chat/completions"]
     shown = capsys.readouterr()
     assert "No problems." in shown.out and "bad:1 is left out" in shown.err
+    assert "soak: 0 of 0.001 min, 0 requests" in shown.err
     assert (tmp_path / "out" / "soak.md").read_text() in shown.out
     assert json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["minutes"] == PLAN.minutes
 
