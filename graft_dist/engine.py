@@ -290,8 +290,24 @@ class Engine:
         """
         self._check_usable()
         self._prefill()
+        return self.run_round()
+
+    @torch.inference_mode()
+    def read_prompts(self) -> list[SequenceEvent]:
+        """The first half of a step alone: a server sends first tokens off before the round that follows them."""
+        self._check_usable()
+        self._prefill()
+        return self._take_unsent()
+
+    @torch.inference_mode()
+    def run_round(self) -> list[SequenceEvent]:
+        """The second half of a step alone; what it raises, and when it may be called again, is as with `step`."""
+        self._check_usable()
         if self._live:
             self._run_round(list(self._live))
+        return self._take_unsent()
+
+    def _take_unsent(self) -> list[SequenceEvent]:
         events, self._unsent = self._unsent, []
         return events
 
@@ -776,8 +792,8 @@ def _slot_record(
         round_index=state.round_index,
         context_length=state.context_length,
         root_token=int(tree.tokens[0]),
-        candidate_ids=np.zeros(nothing, np.int32) if proposal is None else proposal.candidate_ids[slot],
-        candidate_log_probs=np.zeros(nothing, np.float32) if proposal is None else proposal.log_probs[slot],
+        candidate_ids=np.zeros(nothing, np.int32) if proposal is None else proposal.candidate_ids[slot].copy(),
+        candidate_log_probs=np.zeros(nothing, np.float32) if proposal is None else proposal.log_probs[slot].copy(),
         conf=state.conf,
         degen=state.degen,
         hist=state.hist,

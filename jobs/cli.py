@@ -469,7 +469,7 @@ def bench_serve(
     from jobs.soak import SoakPlan, run_soak
     from jobs.soak_command import application_control, parse_policies
 
-    pins = parse_policies(policies, tracking_uri) if policies else []
+    pins = parse_policies(policies, tracking_uri, dashboard) if policies else []
     control = application_control(dashboard, app_name, pins)
     auditor = None if config is None else OfflineAnswers(load_config(config))
     soak_plan = SoakPlan(

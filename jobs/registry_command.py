@@ -39,7 +39,7 @@ def run_promote(slug: str, version: str, uri: str, address: str | None = None) -
     number = registry.resolve(slug, version)
     if number is None:
         raise RegistryError(f"the registry {uri} holds no {model_name(slug)} {version!r}; see graft policies")
-    serving = [] if address is None else _serving(slug, address)
+    serving = [] if address is None else _serving(slug, address, uri)
     now = registry.promote(slug, number)
     print(_promoted(slug, now))
     _tell(serving, address, now.champion, uri)
@@ -47,14 +47,15 @@ def run_promote(slug: str, version: str, uri: str, address: str | None = None) -
 
 def run_rollback(slug: str, uri: str, address: str | None = None) -> None:
     """Make the previous champion the champion again, and tell those who serve at `address`."""
-    serving = [] if address is None else _serving(slug, address)
+    serving = [] if address is None else _serving(slug, address, uri)
     now = Registry(uri).rollback(slug)
     print(_promoted(slug, now))
     _tell(serving, address, now.champion, uri)
 
 
-def _serving(slug: str, address: str) -> list[str]:
+def _serving(slug: str, address: str, uri: str) -> list[str]:
     """The applications that serve the target, asked before anything changes: a wrong address changes nothing."""
+    applications.registry_seen_from(address, uri)  # or it is refused
     names = [one.name for one in applications.list_applications(address) if one.serves(slug)]
     if not names:
         raise ConfigError(f"no application at {address} serves {slug}")
@@ -65,7 +66,8 @@ def _tell(serving: list[str], address: str | None, version: int, uri: str) -> No
     """Put the version itself into the configuration of each application, so that all its replicas use the same."""
     for name in serving:
         assert address is not None
-        pin = PolicyPin(registry=RegistryPin(version=version, tracking_uri=uri))
+        seen = applications.registry_seen_from(address, uri)
+        pin = PolicyPin(registry=RegistryPin(version=version, tracking_uri=seen))
         applications.set_policy(address, name, pin)
         print(f"{name} at {address} is told to decode with version {version}; its /healthz shows when it does")
 

@@ -30,8 +30,6 @@ from serve.serve_args import ServeArgs
 START_TIMEOUT_S = 900.0
 """How long models may take to load."""
 
-_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
-
 _STOP_MARGIN_S = 10.0  # beyond the time that a replica itself may take to drain
 
 
@@ -66,18 +64,23 @@ def run_serve(request: ServeRequest) -> int:
     signals = {number: signal.signal(number, ending) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with ExitStack() as stack:
-            if running is None:
+            is_first = running is None or not applications.is_serving(running)
+            if is_first and (running is None or applications.is_here(running)):
                 _check_port(request.host, request.port)
             address = running or _start_ray(stack)
             _say(f"loading {settings.target} ...")
-            applications.check_free(address, name)  # what is there is not ours to replace, nor to take down
+            if running is not None:
+                applications.check_free(address, name)  # what is there is not ours to replace, nor to take down
+                application["route_prefix"] = applications.free_route(address, name)
+                if is_first:
+                    stack.callback(_end_serve, address)
             drain_s = ServeArgs.model_validate(application["args"]).drain_s
             stack.callback(_take_down, address, name, drain_s + _STOP_MARGIN_S, ending)
             options = {"host": request.host, "port": request.port, "request_timeout_s": None}
             applications.deploy(address, application, http_options=options)
             applications.wait_until_running(address, name, START_TIMEOUT_S)
             is_serving = True
-            _say_where(request, name, address)
+            _say_where(request, name, address, application["route_prefix"])
             while True:
                 time.sleep(3600)
     except _Stop:
@@ -166,13 +169,11 @@ def _application(request: ServeRequest, settings: TargetConfig, running: str | N
                 f"--follow-champion would put the registry's champion in the place of --policy {request.policy}: give "
                 "one of the two"
             )
-        is_elsewhere = running is not None and urlsplit(running).hostname not in _THIS_MACHINE
-        if is_elsewhere and request.followed_registry.startswith("sqlite:"):
-            raise ConfigError(
-                f"--follow-champion: the cluster at {running} does not see {request.followed_registry}; give "
-                "--tracking-uri, a server that it sees"
-            )
-        args["poll_champion"] = {"tracking_uri": _absolute(request.followed_registry)}
+        registry = request.followed_registry
+        seen = applications.absolute_registry(registry)
+        if running is not None:
+            seen = applications.registry_seen_from(running, registry)
+        args["poll_champion"] = {"tracking_uri": seen}
     policy = request.policy or default_policy(settings)
     pin = None if policy == "none" else {"folder": _folder(policy)}
     return {
@@ -190,14 +191,6 @@ def default_policy(settings: TargetConfig) -> str:
     return builtin if settings.drafter == builtin and shipped_policy(settings.slug) is not None else "none"
 
 
-def _absolute(tracking_uri: str) -> str:
-    """The same registry from every working directory: replicas have others than this process."""
-    scheme = "sqlite:///"
-    if not tracking_uri.startswith(scheme):
-        return tracking_uri
-    return scheme + str(Path(tracking_uri.removeprefix(scheme)).absolute())
-
-
 def _folder(policy: str) -> str:
     if policy.startswith("builtin:"):
         return policy
@@ -207,7 +200,7 @@ def _folder(policy: str) -> str:
     return str(folder.resolve())
 
 
-def _say_where(request: ServeRequest, name: str, address: str) -> None:
+def _say_where(request: ServeRequest, name: str, address: str, route: str) -> None:
     try:
         options = applications.http_options(address)
     except GraftError:  # it serves all the same
@@ -216,7 +209,7 @@ def _say_where(request: ServeRequest, name: str, address: str) -> None:
     host, port = options.get("host") or request.host, options.get("port") or request.port
     if host in ("0.0.0.0", "::"):
         host = urlsplit(address).hostname  # any address of its machines, and the dashboard is on one
-    url = f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+    url = (f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}") + route.rstrip("/")
     print(f"{name} is served at {url}/v1 (page: {url}/, health: {url}/healthz)", flush=True)
     print(f"Ray dashboard: {address}", flush=True)
     print("Ctrl-C ends it.", flush=True)
@@ -235,6 +228,14 @@ def _take_down(address: str, name: str, patience_s: float, ending: _Ending) -> N
             time.sleep(0.3)
     except GraftError as error:
         _say(f"the application could not be taken down: {error}")
+
+
+def _end_serve(address: str) -> None:
+    """End Serve, which ran on the cluster for this application alone."""
+    try:
+        applications.end_serve(address)
+    except GraftError as error:
+        _say(f"Serve could not be ended: {error}")
 
 
 def _is_there(address: str, name: str) -> bool:

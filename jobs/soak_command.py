@@ -13,10 +13,11 @@ from serve import applications
 from serve.serve_args import PolicyPin, RegistryPin
 
 
-def parse_policies(listed: str, tracking_uri: str | None) -> list[PolicyPin | None]:
+def parse_policies(listed: str, tracking_uri: str | None, address: str) -> list[PolicyPin | None]:
     """Policies with commas between them: `none`, a folder, `builtin:NAME`, or a registered version such as `v3`.
 
-    Raises `PolicyError` for fewer than two, and for a version without a registry.
+    Raises `PolicyError` for fewer than two, and for a version without a registry; `ConfigError` for a registry that
+    the cluster at `address` does not see.
     """
     pins: list[PolicyPin | None] = []
     for text in (part.strip() for part in listed.split(",")):
@@ -25,7 +26,10 @@ def parse_policies(listed: str, tracking_uri: str | None) -> list[PolicyPin | No
         elif text[:1] == "v" and text[1:].isdigit():
             if tracking_uri is None:
                 raise PolicyError(f"--policies names the registered version {text}: say where with --tracking-uri")
-            pins.append(PolicyPin(registry=RegistryPin(version=int(text[1:]), tracking_uri=tracking_uri)))
+            registry = RegistryPin(
+                version=int(text[1:]), tracking_uri=applications.registry_seen_from(address, tracking_uri)
+            )
+            pins.append(PolicyPin(registry=registry))
         else:
             # Replicas have another working directory.
             pins.append(PolicyPin(folder=text if text.startswith("builtin:") else str(Path(text).absolute())))

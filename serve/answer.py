@@ -19,6 +19,7 @@ from graft_dist.sampling import TokenLogprob
 Endpoint = Literal["chat", "completions"]
 
 _CONTINUES = re.compile(rb"[\x80-\xbf]")  # a byte of UTF-8 that begins no character
+_LEAST_LOGPROB = -9999.0
 _KEPT_TOKENS = 16_384  # tokens whose text is remembered
 
 
@@ -146,7 +147,7 @@ class Answer:
             self._text_length += len(self._characters.decode(data))
         return {
             "tokens": [token["token"] for token in shown],
-            "token_logprobs": [entry.logprob for entry in logprobs],
+            "token_logprobs": [_finite(entry.logprob) for entry in logprobs],
             "top_logprobs": [self._top_by_text(entry) for entry in logprobs],
             "text_offset": offsets,
         }
@@ -155,12 +156,17 @@ class Answer:
         """Alternatives and the token itself by text; of several with one (incomplete characters) the likeliest."""
         top: dict[str, float] = {}
         for token, value in [*entry.top, (entry.token_id, entry.logprob)]:
-            top.setdefault(self._tokens.text(token), value)
+            top.setdefault(self._tokens.text(token), _finite(value))
         return top
 
     def _chat_logprob(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [self._tokens.described(token) | {"logprob": value} for token, value in entry.top]
-        return self._tokens.described(entry.token_id) | {"logprob": entry.logprob, "top_logprobs": top}
+        top = [self._tokens.described(token) | {"logprob": _finite(value)} for token, value in entry.top]
+        return self._tokens.described(entry.token_id) | {"logprob": _finite(entry.logprob), "top_logprobs": top}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's number for what is all but impossible stands in."""
+    return max(logprob, _LEAST_LOGPROB)
 
 
 class TokenTexts:

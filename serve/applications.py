@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -31,6 +33,7 @@ DEPLOYMENT = "Decoder"
 
 _PATH = "/api/serve/applications/"
 _TIMEOUT_S = 30.0
+_MISSES = 5  # looks in a row that fail, while models load and keep the machine busy, before it is an error
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,11 @@ class ServedApplication:
     pids: tuple[int, ...]  # of these and of those that take another user_config in; each on its own node
 
     def serves(self, slug: str) -> bool:
-        """Whether it serves the target of that name. An unreadable configuration counts as another target."""
+        """Whether it serves the target of that name; by its own name, where only the cluster has its configuration."""
         try:
             return load_config(self.target_config).slug == slug
         except ConfigError:
-            return False
+            return self.name == slug
 
 
 def list_applications(address: str) -> list[ServedApplication]:
@@ -126,6 +129,29 @@ def check_free(address: str, name: str) -> None:
         )
 
 
+def free_route(address: str, name: str) -> str:
+    """Where a new application of that name can be found: at `/`, or at `/NAME` where another is there.
+
+    Raises:
+        ConfigError: another has that place too, or the address is wrong.
+    """
+    there = _request(address, "GET").get("applications", {})
+    taken = {entry.get("route_prefix"): other for other, entry in there.items()}
+    for route in ("/", f"/{name}"):
+        if route not in taken:
+            return route
+    raise ConfigError(f"the application {taken[f'/{name}']!r} at {address} has the place /{name}: take it down first")
+
+
+def is_serving(address: str) -> bool:
+    """Whether Serve runs on the cluster, with applications or without.
+
+    Raises:
+        ConfigError: the address is wrong.
+    """
+    return bool((_request(address, "GET").get("controller_info") or {}).get("actor_id"))
+
+
 def remove(address: str, name: str) -> None:
     """Take an application down; its running requests finish first. Nothing happens if it is not there.
 
@@ -151,6 +177,47 @@ def is_there(address: str, name: str) -> bool:
     return name in _request(address, "GET").get("applications", {})
 
 
+def end_serve(address: str) -> None:
+    """End Serve itself, its proxies and the port they listen on, unless an application is there.
+
+    Raises:
+        ConfigError: the address is wrong.
+    """
+    if not _request(address, "GET").get("applications"):
+        _request(address, "DELETE")
+
+
+def is_here(address: str) -> bool:
+    """Whether a dashboard's address is one of this machine: one that can be listened on."""
+    host = urlsplit(address).hostname or ""
+    try:
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            return True
+    except OSError:
+        return False
+
+
+def registry_seen_from(address: str, tracking_uri: str) -> str:
+    """The registry's address for replicas of a cluster, which have other working directories than this process.
+
+    Raises:
+        ConfigError: it is a file of this machine, and the cluster is on another.
+    """
+    if tracking_uri.startswith("sqlite:") and not is_here(address):
+        raise ConfigError(
+            f"the cluster at {address} does not see {tracking_uri}; give --tracking-uri, a server that it sees"
+        )
+    return absolute_registry(tracking_uri)
+
+
+def absolute_registry(tracking_uri: str) -> str:
+    """The same registry from every working directory."""
+    scheme = "sqlite:///"
+    if not tracking_uri.startswith(scheme):
+        return tracking_uri
+    return scheme + str(Path(tracking_uri.removeprefix(scheme)).absolute())
+
+
 def http_options(address: str) -> dict[str, Any]:
     """Where Serve listens on the cluster, which is settled when it starts; empty while it does not say.
 
@@ -164,11 +231,21 @@ def wait_until_running(address: str, name: str, timeout_s: float) -> ServedAppli
     """Wait until an application serves.
 
     Raises:
-        GraftError: it could not be deployed, with Serve's reason, or takes longer than `timeout_s`.
+        GraftError: it could not be deployed, with Serve's reason, or takes longer than `timeout_s`, or the dashboard
+            does not answer several times in a row.
     """
     deadline = time.monotonic() + timeout_s
+    num_misses = 0
     while True:
-        found = next((one for one in list_applications(address) if one.name == name), None)
+        try:
+            found = next((one for one in list_applications(address) if one.name == name), None)
+            num_misses = 0
+        except ConfigError:
+            num_misses += 1
+            if num_misses == _MISSES:
+                raise
+            time.sleep(0.5)
+            continue
         status = "NOT_STARTED" if found is None else found.status
         if found is not None and status == "RUNNING":
             return found
@@ -258,5 +335,7 @@ def _token() -> str | None:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    """Of a traceback, the error; of pydantic's text, what is wrong, without the pointer to its documentation."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    lines = [line for line in lines if line and not line.startswith("For further information visit")]
     return lines[-1] if lines else "no reason given"

@@ -5,7 +5,7 @@ something fails. Knows asyncio, but neither HTTP nor Ray.
 
     event loop                                  decode thread
     submit() -> RequestStream  -- commands -->  engine.add, engine.abort, another policy
-    await stream.next()        <-- events ----  engine.step(), over and over
+    await stream.next()        <-- events ----  engine.read_prompts(), .run_round(), over and over
 
 A round that fails while drafting is decoded without a draft instead: the text is the same, only slower. One request's
 own failure ends that request alone (see `Engine.step`). A round that fails even without a draft, and any failure of
@@ -371,8 +371,18 @@ class DecodeThread:
     def _step(self) -> None:
         started = time.perf_counter()
         self._engine.record = self._recorded
+        first = self._engine.read_prompts()
+        self._deliver(first)  # before the round, which first tokens need not wait for
         events, is_resting = self._round()
         step_s = time.perf_counter() - started
+        self._deliver(events)
+        active, engine, events = self._active, self._engine, [*first, *events]
+        report = StepReport(events, engine.num_live, engine.num_waiting, step_s, active.label, active, is_resting)
+        for observer in list(self._observers):
+            self._tell(observer, "stepped", report)
+
+    def _deliver(self, events: Sequence[SequenceEvent]) -> None:
+        """Hand what came out to those who wait for it."""
         batches: dict[RequestStream, list[Streamed | Exception]] = {}
         for event in events:
             if event.sequence_id not in self._streams:
@@ -383,20 +393,16 @@ class DecodeThread:
                 self._forget(event.sequence_id)
         for stream, items in batches.items():
             stream.deliver(items)
-        active, engine = self._active, self._engine
-        report = StepReport(events, engine.num_live, engine.num_waiting, step_s, active.label, active, is_resting)
-        for observer in list(self._observers):
-            self._tell(observer, "stepped", report)
 
     def _round(self) -> tuple[list[SequenceEvent], bool]:
-        """One step of the engine; without a draft while drafting has failed lately, which the second value says."""
+        """One round of the engine; without a draft while drafting has failed lately, which the second value says."""
         if self._rest_left > 0:
             self._rest_left -= 1
             self._engine.policy = plain()
-            return self._engine.step(), True
+            return self._engine.run_round(), True
         self._engine.policy = self._switch.policy
         try:
-            events = self._engine.step()
+            events = self._engine.run_round()
         except Exception as error:
             if is_device_failure(error):
                 raise
@@ -405,7 +411,7 @@ class DecodeThread:
             self._rest_left = self._rest - 1
             logger.exception("a round failed; decoding without a draft for %d rounds", self._rest)
             self._engine.policy = plain()
-            return self._engine.step(), True
+            return self._engine.run_round(), True
         self._rest = 0
         return events, False
 

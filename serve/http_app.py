@@ -118,9 +118,9 @@ async def _complete(service: Service, keys: ApiKeys, request: Request, endpoint:
         )
         if completion.is_streamed:
             return AnswerStream(completion, completion.events(await completion.first()))
-        content = await completion.whole()
-        completion.close("ok", 200)
-        return JSONResponse(content)
+        response = JSONResponse(await completion.whole())
+        completion.close("ok", 200)  # only now: it could not have been written
+        return response
     except ApiError as error:
         completion.close(error.outcome, error.status)
         raise

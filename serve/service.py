@@ -14,6 +14,7 @@ import random
 import re
 import secrets
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -251,7 +252,7 @@ class Service:
             if pin is None and not self._has_policy:
                 raise
             if not isinstance(error, GraftError | OSError | ValueError):
-                logger.exception("loading a policy failed")
+                logger.error("loading a policy failed:\n%s", _without_passwords(traceback.format_exc()))
             version = None if pin is None or pin.registry is None else pin.registry.version
             await self._refuse(Refusal("none" if pin is None else pin.describe(), _one_line(error), version))
             return isinstance(error, PolicyError) and not isinstance(error, PolicyUnreadableError)
@@ -267,7 +268,11 @@ class Service:
                 async with self._reconfiguring:
                     is_settled = await self._adopt(pin)
             except Exception:  # the round loop seems stuck, say: another time it is not
-                logger.exception("putting a policy in force failed; %s stays", self.decode.active.label)
+                self._log_failure("putting a policy in force")
+
+    def _log_failure(self, what: str) -> None:
+        text = _without_passwords(traceback.format_exc())
+        logger.error("%s failed; %s stays:\n%s", what, self.decode.active.label, text)
 
     def _stop_retrying(self) -> None:
         if self._retrier is not None:
@@ -292,7 +297,7 @@ class Service:
             try:
                 await self.look_for_champion(settings.tracking_uri)
             except Exception:  # the round loop seems stuck, say: another time it is not
-                logger.exception("looking for the champion failed; %s stays", self.decode.active.label)
+                self._log_failure("looking for the champion")
             # With some spread, so that replicas that start together do not ask together.
             await asyncio.sleep(settings.every_s * random.uniform(0.8, 1.2))
 
@@ -468,7 +473,11 @@ def new_seed() -> int:
 
 def _one_line(error: Exception) -> str:
     """For people and for /healthz, which asks for no key: without the password that an address may hold."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    return _without_passwords(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _without_passwords(text: str) -> str:
+    """Without what stands before the @ of an address."""
     return re.sub(r"://[^/\s]*@", "://", text)
 
 

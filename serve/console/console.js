@@ -618,13 +618,13 @@ async function race(turn, conversation, signal) {
 }
 
 function verdict(graft, plain) {
-  const ratio = plain.tokensPerSecond ? graft.tokensPerSecond / plain.tokensPerSecond : 0;
-  const [winner, loser] = ratio >= 1 ? [graft, plain] : [plain, graft];
-  winner.element.classList.add("is-winner");
-  const times = ratio >= 1 ? ratio : 1 / ratio;
-  const headline = times < 1.05
-    ? "As fast as each other"
-    : `${winner.title} was ${times.toFixed(2)} times as fast`;
+  const isTimed = graft.tokensPerSecond > 0 && plain.tokensPerSecond > 0;
+  const [winner, loser] = graft.tokensPerSecond >= plain.tokensPerSecond ? [graft, plain] : [plain, graft];
+  const times = isTimed ? winner.tokensPerSecond / loser.tokensPerSecond : 1;
+  if (isTimed) winner.element.classList.add("is-winner");
+  let headline = "As fast as each other";
+  if (!isTimed) headline = "Too short to compare";
+  else if (times >= 1.05) headline = `${winner.title} was ${times.toFixed(2)} times as fast`;
   const texts = graft.text === plain.text
     ? "Both wrote the same text."
     : "The texts differ: in reduced precision two nearly equal tokens can fall either way; float32 gives the same text.";

@@ -66,15 +66,14 @@ class Dashboard(BaseHTTPRequestHandler):
     """Ray's, as far as `graft promote` speaks with it: asks for the token `secret`, and remembers what it is sent."""
 
     received: ClassVar[list[dict[str, Any]]] = []
-    application: ClassVar[dict[str, Any]] = {
-        "name": "small",
-        "import_path": "serve.app:build",
-        "args": {"config": "smollm2-135m"},
+    applications: ClassVar[dict[str, dict[str, Any]]] = {
+        "small": {"name": "small", "import_path": "serve.app:build", "args": {"config": "smollm2-135m"}}
     }
 
     def do_GET(self) -> None:
         if self.headers["Authorization"] == "Bearer secret":
-            self._answer(200, json.dumps({"applications": {"small": {"deployed_app_config": self.application}}}))
+            there = {name: {"deployed_app_config": config} for name, config in self.applications.items()}
+            self._answer(200, json.dumps({"applications": there}))
         else:
             self._answer(401, "Unauthorized: Missing authentication token")
 
@@ -126,6 +125,26 @@ def test_without_its_token_nothing_is_promoted(
     assert cli.run(["promote", *where, "1" if before == 2 else "2"]) == 2
     assert "refuses (401): Unauthorized" in capsys.readouterr().err
     assert Registry(uri).resolve("smollm2-135m", "champion") == before
+
+
+def test_applications_are_told_of_a_registry_that_they_can_find(
+    dashboard: str, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Replicas have other working directories, and do not see a file of this machine from another."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    folder = Path(uri.removeprefix("sqlite:///")).parent
+    monkeypatch.chdir(folder)
+    # Its configuration is a file of the cluster: it goes by its name.
+    application = {"name": "smollm2-135m", "import_path": "serve.app:build", "args": {"config": "/there/only.yaml"}}
+    monkeypatch.setattr(Dashboard, "applications", {"smollm2-135m": application})
+    where = ["--config", "smollm2-135m", "--tracking-uri", "sqlite:///mlflow.db"]
+    assert cli.run(["promote", *where, "--address", dashboard, "2"]) == 0
+    (sent,) = Dashboard.received
+    (deployment,) = sent["applications"][0]["deployments"]
+    assert deployment["user_config"]["policy"]["registry"] == {"version": 2, "tracking_uri": uri}
+    assert cli.run(["promote", *where, "--address", "http://head.invalid:8265", "1"]) == 2
+    assert "the cluster at http://head.invalid:8265 does not see sqlite:///mlflow.db" in capsys.readouterr().err
+    assert Registry(uri).resolve("smollm2-135m", "champion") == 2
 
 
 def test_where_the_registry_is(monkeypatch: pytest.MonkeyPatch) -> None:

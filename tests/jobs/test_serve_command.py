@@ -54,6 +54,8 @@ def test_ctrl_c_waits_for_requests_unless_it_comes_again(
 
     monkeypatch.setattr("jobs.serve_command.time.sleep", lambda seconds: None)
     monkeypatch.setattr(applications, "check_free", lambda *arguments: None)
+    monkeypatch.setattr(applications, "is_serving", lambda *arguments: True)
+    monkeypatch.setattr(applications, "free_route", lambda *arguments: "/")
     monkeypatch.setattr(applications, "deploy", lambda *arguments, **options: told.append("deploy"))
     monkeypatch.setattr(applications, "wait_until_running", interrupted)
     monkeypatch.setattr(applications, "remove", lambda *arguments: told.append("remove"))
@@ -70,12 +72,20 @@ class Cluster:
 
     def __init__(self, http_options: dict[str, Any] | None) -> None:
         self._settings = {} if http_options is None else {"http_options": http_options}
+        self._settings |= {"controller_info": {"actor_id": "c" * 32}}
         self._applications: dict[str, Any] = {}
 
     def answer(self, address: str, method: str, content: Any = None) -> dict[str, Any]:
         if method == "PUT":
             wanted = content["applications"]
-            self._applications = {one["name"]: {"deployed_app_config": one, "status": "RUNNING"} for one in wanted}
+            self._applications = {
+                one["name"]: {
+                    "deployed_app_config": {"import_path": "serve.app:build"} | one,
+                    "status": "RUNNING",
+                    "route_prefix": one["route_prefix"],
+                }
+                for one in wanted
+            }
         return {"applications": self._applications} | self._settings
 
 
@@ -103,6 +113,40 @@ def test_the_printed_address_is_where_the_cluster_listens(
     """Serve keeps the host and port that it was started with, whatever the command asks for."""
     printed = printed_by_serve(Cluster(http_options), monkeypatch, capsys)
     assert f"smollm2-135m is served at {url}/v1 (page: {url}/, health: {url}/healthz)" in printed
+
+
+def test_a_second_target_gets_a_place_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster({"host": "10.0.0.5", "port": 9000})
+    cluster.answer("", "PUT", {"applications": [{"name": "other", "route_prefix": "/"}]})
+    printed = printed_by_serve(cluster, monkeypatch, capsys)
+    assert "smollm2-135m is served at http://10.0.0.5:9000/smollm2-135m/v1 (page: http://10.0.0.5:9000/smol" in printed
+    names = [{"name": "other", "route_prefix": "/"}, {"name": "third", "route_prefix": "/smollm2-135m"}]
+    cluster.answer("", "PUT", {"applications": names})
+    with pytest.raises(ConfigError, match="the application 'third' at http://head:8265 has the place /smollm2-135m"):
+        applications.free_route("http://head:8265", "smollm2-135m")
+
+
+def test_a_dashboard_may_miss_some_looks_while_models_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's own reason for refusing an application is told, not where pydantic's manual is."""
+    running = {"applications": {"a": {"status": "RUNNING", "deployed_app_config": {"import_path": "serve.app:build"}}}}
+    answers: list[Any] = [ConfigError("late")] * 4 + [running]
+    monkeypatch.setattr("serve.applications.time.sleep", lambda seconds: None)
+
+    def answer(address: str, method: str) -> Any:
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(applications, "_request", answer)
+    assert applications.wait_until_running("http://head:8265", "a", 60.0).status == "RUNNING"
+    answers = [ConfigError("late")] * 5
+    with pytest.raises(ConfigError, match="late"):
+        applications.wait_until_running("http://head:8265", "a", 60.0)
+    refusal = "1 validation error\n  Value error, they share a route\n    For further information visit https://e.dev"
+    assert applications._last_line(refusal) == "Value error, they share a route"
 
 
 def test_an_application_that_finishes_its_requests_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,18 @@ from jobs.soak_command import application_control, parse_policies
 from serve.applications import IMPORT_PATH
 from tests.jobs.scripted_server import json_answer, serving
 
+HERE = "http://127.0.0.1:8265"
+
 
 def test_policies_are_read_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    none, shipped, folder, version = parse_policies("none, builtin:tiny,learned,v12", "sqlite:///mlflow.db")
+    none, shipped, folder, version = parse_policies("none, builtin:tiny,learned,v12", "sqlite:///mlflow.db", HERE)
     assert none is None and shipped is not None and folder is not None and version is not None
     assert shipped.folder == "builtin:tiny" and folder.folder == str(tmp_path / "learned")
     assert version.registry is not None and version.registry.version == 12
+    assert version.registry.tracking_uri == f"sqlite:///{tmp_path}/mlflow.db"  # replicas are in another folder
+    with pytest.raises(ConfigError, match=r"the cluster at http://head:8265 does not see sqlite:///mlflow\.db"):
+        parse_policies("none,v12", "sqlite:///mlflow.db", "http://head:8265")
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,7 @@ def test_policies_are_read_in_every_form(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_policies_that_cannot_be_swapped_are_refused(listed: str, sentence: str) -> None:
     with pytest.raises(PolicyError, match=sentence):
-        parse_policies(listed, None)
+        parse_policies(listed, None, HERE)
 
 
 class Dashboard:
@@ -65,7 +70,7 @@ class Dashboard:
 def test_the_only_application_is_taken_hold_of() -> None:
     dashboard = Dashboard(tiny=os.getpid())
     with serving(dashboard.answer) as server:
-        control = application_control(server.url, None, parse_policies("none,/policies/a", None))
+        control = application_control(server.url, None, parse_policies("none,/policies/a", None, HERE))
         assert control.pids() == [os.getpid()]
         dashboard.state = "UPDATING"  # it takes a policy in, and is the same process
         assert control.pids() == [os.getpid()]

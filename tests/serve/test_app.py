@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +30,7 @@ from graft_dist.drafter import DFlashDrafter
 from graft_dist.errors import ConfigError, GraftError
 from graft_dist.target import Target
 from jobs import cli
-from jobs.ray_head import free_ports
+from jobs.ray_head import RayHead, free_ports
 from serve import applications
 from serve.serve_args import PolicyPin
 from storage.registry import Registry
@@ -43,16 +45,16 @@ WAIT_S = 240.0
 
 
 class Server:
-    """A running `graft serve`."""
+    """A running `graft serve`, on a Ray of its own unless `address` names one."""
 
-    def __init__(self, config: Path, slug: str) -> None:
+    def __init__(self, config: Path, slug: str, address: str = "local") -> None:
         self.config = config
         self.model = slug
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = config.with_name("serve.log")
+        self.log = config.with_suffix(".log")
         command = [sys.executable, "-m", "jobs.cli", "serve", "--config", str(config), "--port", str(self.port)]
-        command += ["--address", "local"]
+        command += ["--address", address]
         # Ray gives its workers the lowest priority; on a busy machine loading would take minutes.
         environment = os.environ | {"RAY_worker_niceness": "0"}
         with self.log.open("wb") as log:
@@ -364,6 +366,34 @@ def test_ctrl_c_ends_everything_it_started_once_requests_have_finished(server: S
     assert server.process.wait(WAIT_S) == 0, server.output()
     server.wait_for(lambda: not [pid for pid in pids if Path(f"/proc/{pid}").exists()])
     assert "Traceback" not in server.output()
+
+
+def test_two_targets_share_a_ray_that_was_there_and_leave_it_as_it_was(
+    config_file: Path, reciting_folder: Path, tmp_path: Path
+) -> None:
+    """The second gets a place of its own; with the last, Serve ends, which the first had started."""
+    shutil.copytree(reciting_folder, tmp_path / "twin")
+    content = yaml.safe_load(config_file.read_text()) | {"target": str(tmp_path / "twin")}
+    twin = tmp_path / "twin.yaml"
+    twin.write_text(yaml.safe_dump(content))
+    with RayHead(num_cpus=2, environment={"PYTHONPATH": str(ROOT), "RAY_worker_niceness": "0"}) as head:
+        first = Server(config_file, "folder--model", head.dashboard_url)
+        second = Server(twin, "folder--twin", head.dashboard_url)
+        assert f"folder--twin is served at {first.url}/folder--twin/v1" in second.output()
+        for server, client in ((first, first.client()), (second, first.client("/folder--twin"))):
+            text = client.chat.completions.create(**server.ask(max_tokens=5)).choices[0].message.content
+            assert text == recite(5)
+        with urllib.request.urlopen(f"{first.url}/folder--twin/", timeout=30) as page:
+            assert page.url.endswith("/folder--twin/")
+        second.process.send_signal(signal.SIGINT)
+        assert second.process.wait(WAIT_S) == 0, second.output()
+        assert [one.name for one in applications.list_applications(head.dashboard_url)] == ["folder--model"]
+        assert first.is_ready("")
+        first.process.send_signal(signal.SIGINT)
+        assert first.process.wait(WAIT_S) == 0, first.output()
+        assert not applications.is_serving(head.dashboard_url)
+        with socket.create_server(("127.0.0.1", first.port)):  # nobody listens there any more
+            pass
 
 
 def _add(texts: list[str], piece: Any) -> None:

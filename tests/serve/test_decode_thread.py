@@ -132,14 +132,14 @@ def test_making_the_engine_fails(reciting_target: Target) -> None:
 def test_the_loop_goes_on_while_a_round_takes_its_time(make: Callable[..., Bench]) -> None:
     bench = make()
     release, is_inside = threading.Event(), threading.Event()
-    step = bench.engine.step
+    step = bench.engine.run_round
 
     def slow() -> Any:
         is_inside.set()
         assert release.wait(30)
         return step()
 
-    bench.engine.step = slow  # type: ignore[method-assign]
+    bench.engine.run_round = slow  # type: ignore[method-assign]
 
     async def run() -> str:
         stream = bench.submit()
@@ -194,17 +194,37 @@ def test_a_request_that_the_engine_refuses_leaves_nothing_behind(make: Callable[
     asyncio.run(run())
 
 
+def test_a_first_token_does_not_wait_for_the_round(make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = make()
+    run_round, has_come = bench.engine.run_round, threading.Event()
+
+    def held() -> Any:
+        assert has_come.wait(30)
+        return run_round()
+
+    monkeypatch.setattr(bench.engine, "run_round", held)
+
+    async def run() -> str:
+        stream = bench.submit()
+        first = (await stream.next()).event
+        assert first.round is None and len(first.token_ids) == 1
+        has_come.set()
+        return first.text + await read(stream)
+
+    assert asyncio.run(run()) == recite(LENGTH)
+
+
 def test_stopping_refuses_new_requests_and_tells_the_others(
     make: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make()
-    step, is_stopped = bench.engine.step, threading.Event()
+    step, is_stopped = bench.engine.run_round, threading.Event()
 
     def waiting() -> Any:
         assert is_stopped.wait(30)
         return step()
 
-    monkeypatch.setattr(bench.engine, "step", waiting)
+    monkeypatch.setattr(bench.engine, "run_round", waiting)
 
     async def run() -> None:
         stream = bench.submit(max_new_tokens=200)
@@ -223,7 +243,7 @@ def test_stopping_refuses_new_requests_and_tells_the_others(
 
 def test_a_cancelled_request_is_gone_after_one_round(make: Callable[..., Bench]) -> None:
     bench = make(plain())
-    step, rounds_after = bench.engine.step, []
+    step, rounds_after = bench.engine.run_round, []
     is_cancelled = threading.Event()
 
     def counting() -> Any:
@@ -231,7 +251,7 @@ def test_a_cancelled_request_is_gone_after_one_round(make: Callable[..., Bench])
             rounds_after.append(bench.engine.num_live)
         return step()
 
-    bench.engine.step = counting  # type: ignore[method-assign]
+    bench.engine.run_round = counting  # type: ignore[method-assign]
 
     async def run() -> None:
         stream = bench.submit(max_new_tokens=240)
