@@ -576,7 +576,7 @@ def published() -> list[Path]:
     folders += [
         file.parent for file in (ROOT / "bench").glob("*/summary.jsonl") if (file.parent / "raw.jsonl").is_file()
     ]
-    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "graft_dist" / "data").rglob("README.md")]
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "graft_dist" / "data").rglob("README.md")]
     marked = [page for page in documents if "\n<!-- figures" in page.read_text(encoding="utf-8")]
     return [path.relative_to(ROOT) for path in sorted(folders) + sorted(marked)]
 

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from graft_dist.bench import BASELINE, ORACLE, PEERS
+from graft_dist.config import TargetConfig
 from graft_dist.errors import ConfigError, PromptError
 from graft_dist.policy import ALL_METHODS
 from graft_dist.prompt_source import PromptSource
@@ -67,7 +68,7 @@ class BenchPlan(BaseModel):
     seed: int = 0
     warmup: Annotated[int, Field(ge=0)] = 1  # groups that every arm decodes before measuring
     threads: Count | None = None  # instead of the targets' own
-    policy: str | None = None  # as --policy of graft bench
+    policy: str | None = None  # as --policy of graft bench; {slug} stands for the target's
 
     @model_validator(mode="after")
     def _check_methods(self) -> BenchPlan:
@@ -81,6 +82,10 @@ class BenchPlan(BaseModel):
             if method not in BUDGETED_METHODS or method not in self.methods:
                 raise ValueError(f"all_budgets has {method!r}, which is no method of this plan that takes a budget")
         return self
+
+    def policy_of(self, config: TargetConfig) -> str | None:
+        """The policy that a target's learned methods take; None: the one that ships for it."""
+        return None if self.policy is None else self.policy.replace("{slug}", config.slug)
 
     @property
     def cells(self) -> list[Cell]:

@@ -91,7 +91,7 @@ class BenchWorker:
 
     @cached_property
     def _learned(self) -> Learned:
-        return read_learned(self._plan.policy, None, self._plan.methods, self._config)
+        return read_learned(self._plan.policy_of(self._config), None, self._plan.methods, self._config)
 
     @cached_property
     def _models(self) -> tuple[Target, DFlashDrafter | None, LoadTimes]:

@@ -28,7 +28,7 @@ PUBLISHED = [*sorted(file.parent for file in (ROOT / "bench").rglob("summary.jso
 CARDS = sorted((ROOT / "graft_dist" / "data").rglob("README.md"))
 DOCUMENTS = [ROOT / "README.md", *CARDS]
 NAMES = ["README", *(card.parent.parent.name for card in CARDS)]
-PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if "\n<!-- figures" in page.read_text(encoding="utf-8")]
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- figures" in page.read_text(encoding="utf-8")]
 
 
 def verify(*folders: Path) -> subprocess.CompletedProcess[str]:

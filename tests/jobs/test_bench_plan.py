@@ -112,6 +112,8 @@ def test_the_papers_plan_reads_files_of_its_data_sets_form(tmp_path: Path) -> No
     assert [load_config(name).slug for name in plan.targets] == [
         "Qwen--Qwen3-4B", "Qwen--Qwen3-8B", "Qwen--Qwen3-Coder-30B-A3B-Instruct",
     ]  # fmt: skip
+    assert {"caddtree", "ddtree", "graft", "oracle"} < set(plan.methods)
+    assert plan.policy_of(load_config("qwen3-4b")) == "models:/graft-Qwen--Qwen3-4B@champion"
     assert {source.hub for source in plan.prompts} == ROWS.keys()
     hub = SmallHub(tmp_path, {source.hub or "": source.files or "" for source in plan.prompts})
     found = measured_prompts(plan, hub)
