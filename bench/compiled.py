@@ -31,6 +31,7 @@ if __name__ == "__main__":  # run as a file: the folder on the path is bench/, t
 import numpy as np
 import torch
 from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
 from transformers import PreTrainedModel, StaticCache
 
 from graft_dist.decoder import load_target
@@ -104,10 +105,10 @@ def passes(target: Target, model: PreTrainedModel, num_rows: int, seed: int = 0)
 def frozen_forward(model: PreTrainedModel) -> Callable[..., Any]:
     """The model's forward, compiled with its weights as constants.
 
-    Not by `torch.compile(options=...)`: those reach the compiler alone, and the tracer, which has to leave the weights
-    in the graph, reads the setting itself. Without gradients, which it asks for too.
+    The options of `torch.compile` reach the compiler alone; the tracer, which has to leave the weights in the graph,
+    reads the setting itself. Without the options it would find code that was compiled without it. Needs `no_grad`.
     """
-    compiled = torch.compile(model.forward, dynamic=False)
+    compiled = torch.compile(model.forward, dynamic=False, options={"freezing": True})
 
     def forward(**inputs: Any) -> Any:
         with inductor_config.patch(freezing=True):
@@ -166,7 +167,8 @@ def main(words: Sequence[str] | None = None) -> None:
     config = chosen_config(chosen).model_copy(update={"device": "cpu"})
     target = load_target(config)
     model = Reference.load(config, target, SamplingParams()).model
-    rows = measure(target, model, chosen.rows, chosen.rounds)
+    with fresh_cache():  # nothing that was compiled before
+        rows = measure(target, model, chosen.rows, chosen.rounds)
     shown = summary(rows)
     for row in shown:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
