@@ -11,7 +11,7 @@ INSTALL := $(PIP) install -qq --no-compile
 # Where this is set (in many containers), each of the dozens of processes of a run would compile them all again: 10 s each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart demo test check lock clean
+.PHONY: help setup quickstart demo test check coverage lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -42,14 +42,17 @@ test: setup check  ## set up, then lint, types and every test
 
 # Every step runs even when an earlier one fails, so that one run shows all there is to mend; the tests come last. One
 # process takes the files whose tests start Ray, one after another, the other the rest (tests/conftest.py).
-check: setup  ## lint, types and every test with coverage, in the environment as it is
+check: setup  ## lint, types and every test, in the environment as it is
 	@failed=""; \
 	$(BIN)/ruff check . || failed="$$failed ruff-check"; \
 	$(BIN)/ruff format --check . || failed="$$failed ruff-format"; \
 	$(BIN)/mypy || failed="$$failed mypy"; \
 	if [ -n "$$failed" ]; then echo "failed before the tests:$$failed"; fi; \
-	$(BIN)/python -m pytest --numprocesses 2 --cov --cov-report=term || failed="$$failed pytest"; \
+	$(BIN)/python -m pytest --numprocesses 2 || failed="$$failed pytest"; \
 	test -z "$$failed"
+
+coverage: setup  ## every test again, and which lines they ran
+	$(BIN)/python -m pytest --numprocesses 2 --cov --cov-report=term
 
 lock:  ## resolve the dependencies of pyproject.toml anew and write requirements.lock
 	rm -rf build/lock && $(PYTHON) -m venv build/lock

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import time
 import urllib.error
@@ -222,6 +223,16 @@ def test_offsets_count_what_the_text_has(reciting_target: Target) -> None:
     answer = Answer(0, "completions", TokenTexts(tokenizer))
     shown = answer.chunk("", [TokenLogprob(token, -1.0, 1) for token in ids], None)["logprobs"]
     assert shown["text_offset"] == [0, 1, 2, 2]
+
+
+def test_an_impossible_token_has_a_number_that_json_has(reciting_target: Target) -> None:
+    entry = TokenLogprob(65, -math.inf, 1, top=((66, 0.0), (67, -math.inf)))
+    completion = Answer(0, "completions", TokenTexts(reciting_target.tokenizer)).chunk("", [entry], None)["logprobs"]
+    assert completion["token_logprobs"] == [-9999.0]
+    assert list(completion["top_logprobs"][0].values()) == [0.0, -9999.0, -9999.0]
+    [chat] = Answer(0, "chat", TokenTexts(reciting_target.tokenizer)).chunk("", [entry], None)["logprobs"]["content"]
+    assert chat["logprob"] == -9999.0
+    assert [top["logprob"] for top in chat["top_logprobs"]] == [0.0, -9999.0]
 
 
 def test_an_event_has_no_line_breaks_of_its_own(reciter: Running) -> None:
