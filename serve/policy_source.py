@@ -53,13 +53,8 @@ class PolicySource:
             )
         return policy
 
-    def needs_cost(self, policy: GraftPolicy) -> bool:
-        """Whether the policy weighs costs and does not know this hardware's."""
-        unknown = policy.cost_curve(self._target.dtype_name, self._target.device) is None
-        return policy.kind != "fixed" and unknown
-
     def saved(self, pin: PolicyPin, policy: GraftPolicy, cost: CostCurve | None) -> ActivePolicy:
-        """A saved policy, ready to decode; `cost` where it does not know this hardware."""
+        """A saved policy, ready to decode; `cost` is what rounds cost here, where it weighs that."""
         decoding = policy.decoding_policy(self._target, self._drafter, cost)
         version = None if pin.registry is None else pin.registry.version
         label = f"folder-{policy.fingerprint[:8]}" if version is None else f"v{version}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import ctypes
 import json
 import logging
 import random
@@ -131,6 +132,8 @@ class Service:
         self.drafter = drafter
         engine = new_engine(self.config, self.target, drafter, plain(), max_slots=self.args.max_slots)
         self.max_length = engine.max_length
+        # Here, for it counts the threads of the one who asks: only this one has those that rounds have.
+        self._hardware = describe_hardware(self.target.dtype_name, self.target.device)
         max_budget = None if self.config.memory_limit_gb is None else max(self.config.budget, *self.config.budgets)
         self._source = PolicySource(self.config, self.target, drafter, self.args.methods, max_budget)
         return engine, self._source.unsaved(plain())
@@ -143,7 +146,7 @@ class Service:
             drafter_fingerprint=self.drafter.fingerprint,
             policy="",  # each unit's own
             policy_fingerprint=None,
-            hardware=describe_hardware(self.target.dtype_name, self.target.device),
+            hardware=self._hardware,
             software=describe_software(),
         )
         logger.info("%g of the requests are recorded in %s", settings.share, settings.store)
@@ -349,7 +352,7 @@ class Service:
             decoding = plain() if self._unmeasured is not None else measured_policy(self._probe, self.config)
             return self._source.unsaved(decoding)
         policy = await _beside_rounds(lambda: self._source.read(pin))
-        cost = self._probe.cost if self._source.needs_cost(policy) else None
+        cost = policy.cost_curves.get(self._hardware) or self._probe.cost
         return await _beside_rounds(lambda: self._source.saved(pin, policy, cost))
 
     async def _refuse(self, refusal: Refusal) -> None:
@@ -369,6 +372,7 @@ class Service:
         await self.decode.swap(active)
         self._has_policy = True
         logger.info("policy %s is in force", active.label)
+        await asyncio.to_thread(_return_freed_memory)
 
     async def _measure(self) -> None:
         """What rounds cost and bring here: once, on the decode thread, where nothing else is under way yet."""
@@ -464,6 +468,17 @@ async def _beside_rounds(work: Callable[[], Loaded]) -> Loaded:
         return work()
 
     return await asyncio.to_thread(alone)
+
+
+def _return_freed_memory() -> None:
+    """Give the system back what making a policy, and the one before it, took: some hundredths of a second.
+
+    glibc keeps what was freed, and separately for each thread that ever made one: a gigabyte after twenty policies,
+    where this keeps it at 70 MB. Elsewhere nothing happens.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def new_seed() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -99,6 +101,44 @@ def test_a_policy_is_made_without_threads_that_rounds_would_have_to_share_proces
     finally:
         started.close()
         torch.set_num_threads(1)
+
+
+def test_a_policy_that_knows_this_hardware_with_the_threads_of_rounds_is_taken_at_its_word(
+    serve_reciter: Callable[..., Running], reciting_target: Target, tmp_path: Path
+) -> None:
+    started = serve_reciter(threads=2)
+    try:
+        device = reciting_target.device
+        hardware = asyncio.run(started.service.decode.call(lambda: describe_hardware("float32", device)))
+        assert "2 threads" in hardware
+        reconfigure(started, saved(reciting_target, tmp_path / "policy", cost_curves={hardware: CURVE}))
+        assert started.service.refusal is None
+        assert started.service.decode.active.policy.budget.cost.source == "hand"
+    finally:
+        started.close()
+        torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked for what was freed")
+def test_what_a_policy_left_in_memory_goes_back_to_the_system(
+    running: Running, reciting_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = []
+
+    def leave_holes(source: PolicySource, pin: PolicyPin) -> GraftPolicy:
+        blocks = [bytearray(b"x" * 60_000) for _ in range(2_000)]  # too small for pages of their own
+        kept.append(blocks[-1])  # so that freeing the others does not free the end of the heap
+        return GraftPolicy.load(Path(str(pin.folder)))
+
+    def resident_mb() -> float:
+        return psutil.Process().memory_info().rss / 1e6
+
+    monkeypatch.setattr(PolicySource, "read", leave_holes)
+    trim, before = service_module._return_freed_memory, []
+    monkeypatch.setattr(service_module, "_return_freed_memory", lambda: (before.append(resident_mb()), trim()))
+    reconfigure(running, saved(reciting_target, tmp_path / "policy"))
+    assert running.service.refusal is None
+    assert before[0] - resident_mb() > 60  # of 120
 
 
 def test_a_saved_policy_decodes_and_a_wrong_one_is_refused(
