@@ -28,6 +28,7 @@ from torch import nn
 from graft_dist.cost_probe import probe_rounds
 from graft_dist.decoder import load_decoder
 from graft_dist.drafter import DFlashDrafter
+from graft_dist.fused_layer import FusedForward
 from graft_dist.prompts import read_prompts, render, starter_prompts_path
 from graft_dist.target import Target
 from jobs.measurement_folder import keep_measurement
@@ -62,8 +63,15 @@ def rates(dtype: torch.dtype, num_rounds: int) -> dict[str, list[float]]:
 
 
 def linears_of(model: nn.Module, head: nn.Linear) -> list[nn.Linear]:
-    """A model's linear layers in their order, and the head that is used with them."""
-    own = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    """The linear layers that a model's pass multiplies by, layer by layer, and the head that is used with them."""
+    fused = [module.forward for module in model.modules() if isinstance(module.forward, FusedForward)]
+    joined = {linear for forward in fused for linear in forward.joined}
+    own: list[nn.Linear] = []
+    for module in model.modules():
+        if isinstance(module.forward, FusedForward):
+            own += module.forward.products
+        elif isinstance(module, nn.Linear) and module not in joined:
+            own.append(module)
     return [*(module for module in own if module.out_features != head.out_features), head]
 
 

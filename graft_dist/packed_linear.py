@@ -10,6 +10,8 @@ Owns the layer and the swap. The price is memory: plain weights stay beside pack
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -43,18 +45,25 @@ class PackedLinear(nn.Linear):
         return result
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Swap every plain linear layer of `model` that can be packed, in place; elsewhere nothing changes."""
+def pack_linears(model: nn.Module, but: Container[nn.Module] = ()) -> None:
+    """Swap every plain linear layer of `model` that can be packed, in place; elsewhere nothing changes.
+
+    Those in `but` stay: others multiply by their weights.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:  # subclasses (quantised layers, adapters) compute something else
+            if type(child) is nn.Linear and child not in but:  # subclasses (quantised, adapters) compute otherwise
                 setattr(parent, name, packed(child))
 
 
 def packed(linear: nn.Linear) -> nn.Linear:
     """A plain linear layer packed, or itself where it cannot be."""
-    can_be = linear.weight.device.type == "cpu" and linear.weight.dtype in _packed_dtypes()
-    return PackedLinear(linear) if can_be else linear
+    return PackedLinear(linear) if can_be_packed(linear) else linear
+
+
+def can_be_packed(linear: nn.Linear) -> bool:
+    """Whether oneDNN has packed products for its device and dtype."""
+    return linear.weight.device.type == "cpu" and linear.weight.dtype in _packed_dtypes()
 
 
 def _packed_dtypes() -> set[torch.dtype]:

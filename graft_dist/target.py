@@ -41,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 
 from graft_dist.attention import IMPLEMENTATION, pack_mask, transformers_attention
 from graft_dist.errors import TargetError
+from graft_dist.fused_layer import fuse_layers
 from graft_dist.kv_cache import SlotCache
 from graft_dist.packed_linear import PackedLinear, pack_linears, packed
 
@@ -321,8 +322,8 @@ class Target:
         self.groups: int = config.num_attention_heads // self.num_kv_heads
         self.max_position_embeddings: int = config.max_position_embeddings
         self.fingerprint = _fingerprint(model.config, model.named_parameters(), _tokenizer_sha256(tokenizer))
-        pack_linears(model)
         self._decoder = model.get_decoder()
+        pack_linears(model, but=fuse_layers(self._decoder.layers))
         self._head = model.get_output_embeddings()
         self._embedding = model.get_input_embeddings()
         self.vocab_size: int = self._embedding.weight.shape[0]

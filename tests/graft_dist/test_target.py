@@ -108,7 +108,8 @@ def test_auto_takes_bfloat16_where_the_processor_multiplies_it(
     has_kernels: bool, dtype: torch.dtype, tiny_folder: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: has_kernels)
-    monkeypatch.setattr("graft_dist.target.pack_linears", lambda model: None)  # asks the real processor
+    monkeypatch.setattr("graft_dist.target.fuse_layers", lambda layers: set())  # both ask the real processor
+    monkeypatch.setattr("graft_dist.target.pack_linears", lambda model, but: None)
     target = Target.load(str(tiny_folder("llama")), device="cpu")
     assert target.dtype == dtype
     assert target.dtype_name == fastest_dtype(torch.device("cpu")) == str(dtype).removeprefix("torch.")
