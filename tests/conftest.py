@@ -34,6 +34,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral")
 
+_needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 instructions"
+)
+PACKED_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=_needs_bfloat16)])
+"""What oneDNN has packed products for, where the processor has the instructions."""
+
 TINY_VOCAB_SIZE = 320
 
 CHAT_TEMPLATE = (

@@ -15,13 +15,9 @@ from graft_dist.fused_layer import FusedForward, _normalise, _rotate, _stored, f
 from graft_dist.kv_cache import SlotCache
 from graft_dist.packed_linear import pack_linears
 from graft_dist.target import tree_mask
-from tests.conftest import tiny_config
+from tests.conftest import PACKED_DTYPES, tiny_config
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-needs_bfloat16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 instructions"
-)
-BOTH = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)])
 ERRORS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # over eight layers
 
 
@@ -69,7 +65,7 @@ def verified(model: Any, dtype: torch.dtype) -> torch.Tensor:
         return run(torch.randint(96, (2, 4), generator=generator), positions, mask)
 
 
-@BOTH
+@PACKED_DTYPES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_model_computes_what_transformers_does(family: str, dtype: torch.dtype) -> None:
     model = fused(tiny_model(family, dtype))
@@ -104,7 +100,7 @@ def test_rotary_embeddings_are_the_same_to_the_last_bit() -> None:
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-@BOTH
+@PACKED_DTYPES
 def test_numbers_that_are_not_finite_stay_visible(dtype: torch.dtype, wrong: float) -> None:
     rows = torch.randn(2, 8).to(dtype)
     rows[1, 3] = wrong

@@ -8,11 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from graft_dist.packed_linear import PackedLinear, pack_linears
+from tests.conftest import PACKED_DTYPES
 
-needs_bfloat16 = pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 instructions"
-)
-BOTH = pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)])
 ERRORS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -21,7 +18,7 @@ def model(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(nn.Linear(48, 96, bias=False), nn.SiLU(), nn.Sequential(nn.Linear(96, 32))).to(dtype)
 
 
-@BOTH
+@PACKED_DTYPES
 @pytest.mark.parametrize("shape", [(1, 48), (9, 48), (130, 48), (2, 3, 48), (0, 48)])
 def test_packed_layers_give_the_same_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     plain, packed = model(dtype), model(dtype)
@@ -34,7 +31,7 @@ def test_packed_layers_give_the_same_numbers(shape: tuple[int, ...], dtype: torc
     torch.testing.assert_close(found, expected, rtol=ERRORS[dtype], atol=ERRORS[dtype])
 
 
-@BOTH
+@PACKED_DTYPES
 def test_rows_that_do_not_lie_side_by_side_are_read_right(dtype: torch.dtype) -> None:
     linear = nn.Linear(64, 40, bias=False).to(dtype)
     rows = torch.randn(3, 8, 64).to(dtype)
@@ -45,7 +42,7 @@ def test_rows_that_do_not_lie_side_by_side_are_read_right(dtype: torch.dtype) ->
             torch.testing.assert_close(PackedLinear(own)(some), expected, rtol=ERRORS[dtype], atol=ERRORS[dtype])
 
 
-@BOTH
+@PACKED_DTYPES
 def test_names_and_weights_stay_and_gradients_still_flow(dtype: torch.dtype) -> None:
     plain, packed = model(dtype), model(dtype)
     pack_linears(packed)
